@@ -1,0 +1,52 @@
+# make demo: from nothing to answers. make test: everything CI checks. Both set up what they need.
+PYTHON ?= python3
+# Extra words for pip, for example an index that holds CPU builds of torch.
+PIP_FLAGS ?=
+BIN := .venv/bin
+SETUP := .venv/.set-up
+export TRANSFORMERS_VERBOSITY ?= error
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup weights demo test lab export readme bench clean
+help:
+	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(SETUP)  ## make .venv with the pinned packages
+$(SETUP): constraints.txt pyproject.toml settings.ini
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pico-vllm needs Python 3.11 or newer, this is %d.%d: use make PYTHON=python3.12 ..." % sys.version_info[:2])'
+	@echo "setting up .venv (some minutes the first time) ..."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -qq $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip check
+	@touch $@
+
+weights: $(SETUP)  ## show which weights are used, and fetch them
+	@$(BIN)/pico-vllm weights
+
+demo: $(SETUP)  ## answer three prompts with the real 0.5B, block tables shown
+	@$(BIN)/pico-vllm weights
+	@$(BIN)/pico-vllm generate --chat --show-blocks --max-tokens 96 \
+	  "In two sentences: why does an LLM server keep a KV cache?" \
+	  "Write a Python function that returns the n-th Fibonacci number." \
+	  "Sag in einem Satz, was ein Block im Speicher ist."
+
+test: $(SETUP)  ## everything CI checks
+	@$(BIN)/pico-vllm weights
+	@$(BIN)/python tests/run_notebooks.py
+	@$(BIN)/python -m pytest -q tests
+
+lab: $(SETUP)  ## open the notebooks
+	@$(BIN)/jupyter lab nbs
+
+export: $(SETUP)  ## notebooks to package, cleaned
+	@$(BIN)/nbdev_export && $(BIN)/nbdev_clean
+
+readme: $(SETUP)  ## README.md and its images from nbs/index.ipynb
+	@$(BIN)/python docs/make_readme.py
+
+bench: $(SETUP)  ## measure again what benchmarks/ holds, on a quiet machine; executes the notebooks in place
+	@PICO_VLLM_SAVE=1 $(BIN)/python tests/run_notebooks.py --in-place
+	@$(BIN)/nbdev_clean
+
+clean:  ## remove .venv; the weights in the user cache stay
+	@rm -rf .venv
