@@ -63,24 +63,24 @@ class BlockManager:
     def touch(self, block_ids: Iterable[int]) -> None:
         "One more holder for each of these blocks, which must be in use (vLLM: `BlockPool.touch`)."
         block_ids = list(block_ids)
-        self._require_holders(dict.fromkeys(block_ids, 1))
+        self._require_holders(dict.fromkeys(block_ids, 1), "only a block in use can be shared")
         for block_id in block_ids: self.ref_counts[block_id] += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
         "One holder fewer for each of these blocks; the last holder's leaving returns the block to the pool."
         block_ids = list(block_ids)
-        self._require_holders(Counter(block_ids))
+        self._require_holders(Counter(block_ids), "freed twice?")
         for block_id in block_ids:
             self.ref_counts[block_id] -= 1
             if self.ref_counts[block_id] == 0: self.free_block_ids.append(block_id)
 
-    def _require_holders(self, needed: dict[int, int]) -> None:
+    def _require_holders(self, needed: dict[int, int], hint: str) -> None:
         "Refuse the whole call before anything changes, so that a mistake harms nobody else."
         for block_id, count in needed.items():
             if not 0 <= block_id < self.num_blocks:
                 raise ValueError(f"block {block_id} does not exist: ids are 0 to {self.num_blocks - 1}")
             if count > self.ref_counts[block_id]:
-                raise ValueError(f"block {block_id} has {self.ref_counts[block_id]} holders, this call needs {count}: freed twice?")
+                raise ValueError(f"block {block_id} has {self.ref_counts[block_id]} holders, this call needs {count}: {hint}")
 
     def check(self,
         block_tables: Iterable[SequenceOf[int]] | None = None,  # every live sequence's block table, to compare with the counts
@@ -156,7 +156,7 @@ class KVCache:
         for name, cache, new in (("k", self.k, k), ("v", self.v, v)):
             if new.shape != expected or new.dtype != self.dtype:
                 raise ValueError(f"{name} must be {expected} {self.dtype}, for {len(slot_mapping)} slots of {self.num_kv_heads} KV heads × {self.head_dim}; got {tuple(new.shape)} {new.dtype}")
-            cache[layer].flatten(0, 1).index_copy_(0, slot_mapping, new)  # view: (num_slots, num_kv_heads, head_dim)
+            cache[layer].view(-1, self.num_kv_heads, self.head_dim).index_copy_(0, slot_mapping, new)  # (num_slots, num_kv_heads, head_dim)
 
     def __repr__(self) -> str:
         return (f"KVCache({self.num_layers} layers × {self.num_blocks} blocks × {self.block_size} tokens × "
