@@ -154,7 +154,7 @@ def plot_block_table(
 
 # %% ../nbs/92_visualize.ipynb #59085431
 def plot_timeline(
-    frames: SequenceOf[Mapping],  # per moment: event, num_tokens, num_computed_tokens, num_written_tokens, block_table
+    frames: SequenceOf[Mapping],  # per moment: event, num_tokens, num_computed_tokens, num_written_tokens, block_table, and optionally finished
     block_size: int,  # tokens per block
     owner: int = 0,
     title: str = "",
@@ -162,17 +162,19 @@ def plot_timeline(
     "One sequence over time: a row per moment, a column per position. Hatched: known. Dotted: K/V written, not yet counted. Full: computed."
     color, width = owner_color(owner), max(max(f["num_tokens"], len(f["block_table"]) * block_size) for f in frames)
     fig, ax = plt.subplots(figsize=(8.6, .3 * len(frames) + .9))
+    for position in range(width): ax.text(position + .5, -.05, str(position), ha="center", va="bottom", fontsize=7)
     for y, frame in enumerate(frames):
         for position in range(max(frame["num_tokens"], len(frame["block_table"]) * block_size)):
             known, written, computed = (position < frame[k] for k in ("num_tokens", "num_written_tokens", "num_computed_tokens"))
             covered = position < len(frame["block_table"]) * block_size
-            hatch = None if computed or not known else "....." if written else "////"
+            hatch = None if computed or not known or frame.get("finished") else "....." if written else "////"
             ax.add_patch(Rectangle((position, y + .08), 1, .84, fc=color if computed else _pale(color) if covered else PAPER, ec=INK, lw=.4, hatch=hatch))
         for entry, block_id in enumerate(frame["block_table"]): ax.add_patch(Rectangle((entry * block_size, y + .08), block_size, .84, fc="none", ec=INK, lw=1.3))
         ax.text(-.3, y + .5, frame["event"], ha="right", va="center", fontsize=8)
-        ax.text(width + .3, y + .5, f"{frame['num_computed_tokens']} of {frame['num_tokens']} computed, blocks {list(frame['block_table'])}", ha="left", va="center", fontsize=8)
+        state = "blocks returned" if frame.get("finished") else f"{frame['num_computed_tokens']} of {frame['num_tokens']} computed, blocks {list(frame['block_table'])}"
+        ax.text(width + .3, y + .5, state, ha="left", va="center", fontsize=8)
     keys = [Patch(fc=_pale(color), ec=INK, lw=.5, label="room in a block"), Patch(fc=_pale(color), ec=INK, lw=.5, hatch="////", label="known, waits"),
             Patch(fc=_pale(color), ec=INK, lw=.5, hatch=".....", label="K/V written, not counted"), Patch(fc=color, ec=INK, lw=.5, label="computed")]
     ax.legend(handles=keys, loc="upper center", bbox_to_anchor=(.5, -.06), ncols=4, fontsize=8, handlelength=1.6, handleheight=1.1)
-    ax.set(xlim=(0, width), ylim=(len(frames), 0), title=title); ax.axis("off")
+    ax.set(xlim=(-.03, width + .03), ylim=(len(frames), -.5), title=title); ax.axis("off")
     return ax
