@@ -83,20 +83,23 @@ class BlockManager:
                 raise ValueError(f"block {block_id} has {self.ref_counts[block_id]} holders, this call needs {count}: {hint}")
 
     def check(self,
-        block_tables: Iterable[SequenceOf[int]] | None = None,  # every live sequence's block table, to compare with the counts
+        block_tables: Iterable[SequenceOf[int]] | None = None,  # every live sequence's, to compare with the counts
     ) -> None:
         "Assert our invariants: free + used = total, no id twice in the pool, counts equal to the holders in `block_tables`."
         in_pool = Counter(self.free_block_ids)
-        assert in_pool.keys() <= set(range(self.num_blocks)), f"the free pool holds ids that do not exist: {sorted(in_pool.keys() - set(range(self.num_blocks)))}"
-        assert all(n == 1 for n in in_pool.values()), f"in the free pool more than once: {sorted(b for b, n in in_pool.items() if n > 1)}"
+        unknown, repeated = sorted(in_pool.keys() - range(self.num_blocks)), sorted(b for b, n in in_pool.items() if n > 1)
+        assert not unknown, f"the free pool holds ids that do not exist: {unknown}"
+        assert not repeated, f"in the free pool more than once: {repeated}"
         for block_id, count in enumerate(self.ref_counts):
-            assert (count == 0) == (block_id in in_pool), f"block {block_id}: reference count {count}, in the free pool: {block_id in in_pool}"
+            free = block_id in in_pool
+            assert (count == 0) == free, f"block {block_id}: reference count {count}, in the free pool: {free}"
         if block_tables is not None:
             holders = Counter()
             for table in block_tables:
                 assert len(set(table)) == len(table), f"a block stands twice in one block table: {table}"
                 holders.update(table)
-            assert holders.keys() <= set(range(self.num_blocks)), f"a block table names blocks that do not exist: {sorted(holders.keys() - set(range(self.num_blocks)))}"
+            unknown = sorted(holders.keys() - range(self.num_blocks))
+            assert not unknown, f"a block table names blocks that do not exist: {unknown}"
             wrong = {b: (holders[b], count) for b, count in enumerate(self.ref_counts) if holders[b] != count}
             assert not wrong, f"block: (holders in the tables, reference count) differ: {wrong}"
 
@@ -115,7 +118,8 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ):
-        _require_positive_int(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        _require_positive_int(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size,
+                              num_kv_heads=num_kv_heads, head_dim=head_dim)
         if not dtype.is_floating_point: raise ValueError(f"keys and values are floating point, got dtype={dtype}")
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
@@ -155,8 +159,10 @@ class KVCache:
         expected = (*slot_mapping.shape, self.num_kv_heads, self.head_dim)  # reads shapes only: no GPU wait
         for name, cache, new in (("k", self.k, k), ("v", self.v, v)):
             if new.shape != expected or new.dtype != self.dtype:
-                raise ValueError(f"{name} must be {expected} {self.dtype}, for {len(slot_mapping)} slots of {self.num_kv_heads} KV heads × {self.head_dim}; got {tuple(new.shape)} {new.dtype}")
-            cache[layer].view(-1, self.num_kv_heads, self.head_dim).index_copy_(0, slot_mapping, new)  # (num_slots, num_kv_heads, head_dim)
+                raise ValueError(f"{name} must be {expected} {self.dtype}, for {len(slot_mapping)} slots of "
+                                 f"{self.num_kv_heads} KV heads × {self.head_dim}; got {tuple(new.shape)} {new.dtype}")
+            slots = cache[layer].view(-1, self.num_kv_heads, self.head_dim)  # (num_slots, num_kv_heads, head_dim)
+            slots.index_copy_(0, slot_mapping, new)
 
     def __repr__(self) -> str:
         return (f"KVCache({self.num_layers} layers × {self.num_blocks} blocks × {self.block_size} tokens × "

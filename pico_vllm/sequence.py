@@ -53,7 +53,7 @@ class Sequence:
     def num_missing_blocks(self,
         num_scheduled_tokens: int = 1,  # tokens to compute in the next step
     ) -> int:
-        "Blocks to append before that many more tokens can be written. 0 while the last block has room, also for an empty sequence that holds one."
+        "Blocks to append before that many more tokens can be written; 0 while the blocks it holds have room."
         return max(0, cdiv(self.num_computed_tokens + num_scheduled_tokens, self.block_size) - len(self.block_table))
 
     def append_blocks(self, block_ids: SequenceOf[int]) -> None:
@@ -68,24 +68,26 @@ class Sequence:
     ) -> int:  # block_id * block_size + offset: the row of the flat cache
         "Where this position's K/V lives. Raises `ValueError` where no block covers it; the caller allocates and retries."
         if not 0 <= position < self.capacity:
-            raise ValueError(f"sequence {self.seq_id!r}: position {position} is outside its {len(self.block_table)} blocks of {self.block_size} tokens "
-                             f"({self.capacity} positions from 0): allocate a block, append_blocks, and retry")
+            raise ValueError(f"sequence {self.seq_id!r}: position {position} is outside its {len(self.block_table)} blocks of "
+                             f"{self.block_size} tokens ({self.capacity} positions from 0): allocate a block, append_blocks, and retry")
         return self.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
     def _require_schedulable(self, num_scheduled_tokens: int) -> None:
         "These tokens are known, waiting, and covered by blocks. Looks at the counts only, whatever their number."
         waiting = self.num_tokens - self.num_computed_tokens
         if not 0 < num_scheduled_tokens <= waiting:
-            raise ValueError(f"sequence {self.seq_id!r}: cannot schedule {num_scheduled_tokens} tokens, {waiting} of {self.num_tokens} wait to be computed")
-        if self.num_computed_tokens + num_scheduled_tokens > self.capacity: self.slot(self.capacity)  # raises, naming the first position without a block
+            raise ValueError(f"sequence {self.seq_id!r}: cannot schedule {num_scheduled_tokens} tokens, "
+                             f"{waiting} of {self.num_tokens} wait to be computed")
+        if self.num_computed_tokens + num_scheduled_tokens > self.capacity:
+            self.slot(self.capacity)  # raises, naming the first position without a block
 
     def slot_mapping(self,
         num_scheduled_tokens: int = 1,
     ) -> list[int]:  # one slot per token, for positions [num_computed, num_computed + scheduled)
         "Slots the next step writes. Raises `ValueError` at a block boundary without a block for it; nothing changes then."
         self._require_schedulable(num_scheduled_tokens)
-        table, block_size = self.block_table, self.block_size
-        return [table[p // block_size] * block_size + p % block_size for p in range(self.num_computed_tokens, self.num_computed_tokens + num_scheduled_tokens)]
+        table, size, start = self.block_table, self.block_size, self.num_computed_tokens
+        return [table[p // size] * size + p % size for p in range(start, start + num_scheduled_tokens)]
 
     def mark_computed(self, num_scheduled_tokens: int) -> None:
         "The step is over: every layer has written K/V for these tokens. Called once a step, never once a layer."
