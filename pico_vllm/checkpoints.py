@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 # %% ../nbs/91_checkpoints.ipynb #9f327842
-logger = logging.getLogger("pico_vllm")
+logger = logging.getLogger("pico_vllm.checkpoints")  # also the fallback's: one place that says which weights are in use
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 
 class CheckpointError(ValueError):
@@ -142,6 +142,8 @@ class ModelDescription:
     def __str__(self) -> str:
         return (f"{self.name} from {self.source}: {self.architecture}, {self.num_parameters / 1e6:.1f} M parameters, {self.num_bytes / 1e9:.2f} GB {self.dtype}, "
                 f"{'tied' if self.tie_word_embeddings else 'untied'} head, EOS {', '.join(map(str, self.eos_token_ids)) or 'none'}")
+
+    def items(self): return vars(self).items()  # field by field, for a table
 
 def describe_model(folder: str | Path) -> ModelDescription:
     "Name, origin, size and kind of a checkpoint folder that `check_model_folder` has passed."

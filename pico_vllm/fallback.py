@@ -49,7 +49,7 @@ WHEELS = (
 )
 
 # %% ../nbs/91a_fallback_weights.ipynb #c96822a8
-logger = logging.getLogger("pico_vllm")
+logger = logging.getLogger("pico_vllm.checkpoints")
 
 def cache_dir() -> Path:
     "PICO_VLLM_CACHE, else pico-vllm in XDG_CACHE_HOME, else in ~/.cache."
