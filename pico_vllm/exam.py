@@ -6,20 +6,20 @@
 __all__ = ['PROMPT', 'OTHER', 'ONE_SHOT', 'CHUNKS', 'DECODE', 'CHECKS', 'BUGS', 'NOT_YET', 'paged_run', 'reference', 'Check',
            'check', 'expect_error', 'check_block_manager', 'check_sequence', 'check_gather', 'check_mask',
            'check_heads', 'check_loading', 'check_logits', 'check_chunks', 'check_decode', 'check_batch',
-           'check_cached', 'check_seams', 'check_small', 'ScriptedTokenizer', 'check_engine', 'PlantedBug', 'bug',
-           'planted_bugs', 'Verdict', 'judge', 'Exam', 'run_exam']
+           'check_cached', 'check_seams', 'check_small', 'check_sampler', 'ScriptedTokenizer', 'check_engine',
+           'PlantedBug', 'bug', 'planted_bugs', 'Verdict', 'judge', 'Exam', 'run_exam']
 
 # %% ../nbs/90a_exam.ipynb #c681334e
 from collections.abc import Callable, Iterable, Iterator, Sequence as SequenceOf
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from . import attention, blocks, model as models, rope, sequence
+from . import attention, blocks, model as models, rope, sampling, sequence
 from .testing import Seams, assert_matches, assert_seams_match, capture, hard_tiny_model, hf_forward, ours_from_hf, tiny_model
 
 # %% ../nbs/90a_exam.ipynb #989437bb
@@ -184,6 +184,25 @@ def check_seams(): _model_check("hard", CHUNKS)
 @check("small activations", "all seams, embeddings of size 0.003, where eps weighs")
 def check_small(): _model_check("small", ONE_SHOT)
 
+# %% ../nbs/90a_exam.ipynb #988616a8
+@check("sampler", "16 tokens of two greedy and two seeded rows: each as when it is alone, the greedy ones the argmax")
+def check_sampler():
+    logits = torch.randn(4, 199, generator=torch.Generator().manual_seed(5))
+    params = [sampling.SamplingParams(temperature=t, seed=s) for t, s in ((0, None), (1, 7), (0, None), (1, 8))]
+    seeds, sampler = [0, 7, 0, 8], sampling.Sampler(199)
+    def ids(order):
+        rows = [sampling.RowState(params[i], seeds[i], [1, 2], 2) for i in order]
+        for _ in range(16):
+            for row, token in zip(rows, sampler(logits[list(order)], rows).token_ids.tolist()): row.token_ids.append(token)
+        return {i: row.token_ids[2:] for i, row in zip(order, rows)}
+    alone = {i: ids([i])[i] for i in range(4)}
+    assert alone[1] != alone[3], "two seeds give the same tokens"
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 0]):
+        for i, got in ids(order).items():
+            kind = "greedy" if i % 2 == 0 else "seeded"
+            if kind == "greedy": assert got == [int(logits[i].argmax())] * 16, f"a greedy row in {order} drew {got[:4]} …, its argmax is {int(logits[i].argmax())}"
+            assert got == alone[i], f"a {kind} row in {order} drew {got[:4]} …, alone {alone[i][:4]} …"
+
 # %% ../nbs/90a_exam.ipynb #0d0009b6
 class ScriptedTokenizer:
     "Just enough of a tokenizer for an engine that is fed token ids: id 7 is written '<7>'."
@@ -240,8 +259,7 @@ def planted_bugs() -> list[PlantedBug]:
     return list(BUGS)
 
 NOT_YET = {"preempted sequence keeps its old count": "05_scheduler", "prefix block registered before it is written": "07_prefix_cache",
-           "stale hash after reuse": "07_prefix_cache", "greedy row sampled beside a random row": "04a_sampling, with random sampling",
-           "generator shared between rows": "04a_sampling, with random sampling"}
+           "stale hash after reuse": "07_prefix_cache"}
 
 # %% ../nbs/90a_exam.ipynb #7f495e32
 @bug("no RoPE", "model.apply_rotary")
@@ -427,6 +445,22 @@ def _():
 @bug("block leaked at finish", "engine.LLMEngine.step")
 def _():
     with _step_with_free(lambda free: lambda ids: free(list(ids)[:-1])): yield
+
+# %% ../nbs/90a_exam.ipynb #a4b47171
+@bug("greedy row sampled beside a random row", "sampling.Sampler.__call__")
+def _():
+    original = sampling.Sampler.__call__
+    def one_way_for_all(self, logits, rows):  # "does anybody sample? then sample"
+        if any(r.params.temperature > 0 for r in rows):
+            rows = [r if r.params.temperature > 0 else sampling.RowState(replace(r.params, temperature=1.0), r.seed, r.token_ids, r.num_prompt_tokens) for r in rows]
+        return original(self, logits, rows)
+    with patch.object(sampling.Sampler, "__call__", one_way_for_all): yield
+
+@bug("generator shared between rows", "sampling.uniform")
+def _():
+    import random
+    shared = random.Random(0)
+    with patch.object(sampling, "uniform", lambda seed, index: shared.random()): yield
 
 # %% ../nbs/90a_exam.ipynb #bc17c4bf
 @dataclass(frozen=True)
