@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ATOL', 'REAL_ATOL', 'ARCHITECTURES', 'LAYER_SEAMS', 'spread', 'assert_matches', 'tiny_model', 'hard_tiny_model',
-           'hf_from_ours', 'ours_from_hf', 'hf_forward', 'Seams', 'capture', 'Divergence', 'first_divergence',
-           'seam_errors', 'assert_seams_match']
+           'hf_from_ours', 'ours_from_hf', 'byte_tokenizer', 'save_tiny_checkpoint', 'hf_forward', 'Seams', 'capture',
+           'Divergence', 'first_divergence', 'seam_errors', 'assert_seams_match']
 
 # %% ../nbs/90_testing.ipynb #77b3f390
 import inspect
@@ -117,6 +117,26 @@ def ours_from_hf(
     model = m.Decoder.empty(m.ModelRegistry.model_config(hf.config.to_dict()), weight.dtype, weight.device)
     m.load_weights(model, hf.state_dict().items())
     return model
+
+# %% ../nbs/90_testing.ipynb #8b6e820b
+def byte_tokenizer():  # -> a transformers tokenizer
+    "A tokenizer of single bytes, made on the spot: 256 ids, and every text has some."
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=raw)
+
+def save_tiny_checkpoint(
+    folder: Path,  # made if it is not there
+    architecture: str = "Qwen2ForCausalLM",
+    **overrides,   # as `hard_tiny_model`'s
+) -> Path:
+    "A whole checkpoint folder: the hard tiny model, with four padding rows in its vocabulary, and the byte tokenizer."
+    hard_tiny_model(architecture, **{"vocab_size": 260, **overrides}).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return Path(folder)
 
 # %% ../nbs/90_testing.ipynb #9d2d3705
 def hf_forward(
