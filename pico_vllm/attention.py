@@ -176,7 +176,7 @@ def paged_attention(
     starts, kv_lens = metadata.query_start_loc.tolist(), metadata.kv_lens.tolist()
     if starts[-1] != q.shape[0]: raise ValueError(f"{q.shape[0]} rows of queries, the metadata speaks of {starts[-1]}: build it for this step")
     out = torch.empty_like(q)
-    for group in metadata.decode_groups: out[group.rows] = _decode_attention(q[group.rows], k_cache, v_cache, group, scale, sliding_window)
+    for group in metadata.decode_groups: out.index_copy_(0, group.rows, _decode_attention(q.index_select(0, group.rows), k_cache, v_cache, group, scale, sliding_window))
     for i in metadata.singles:
         rows = slice(starts[i], starts[i + 1])
         k, v = gather_kv(k_cache, v_cache, metadata.block_tables[i], kv_lens[i])

@@ -44,7 +44,8 @@ def test_text_to_stdout_and_the_rest_to_stderr(tiny):
     (["generate", "--device", "abacus", "x"], ["abacus"]),
     (["generate", "--block-size", "0", "x"], ["block_size", "0"]),
     (["generate", "--num-blocks", "1", "--block-size", "4", "--max-tokens", "8", "x"], ["8", "4"]),
-    (["generate", "--temperature", "0.7", "x"], ["0.7", "temperature=0"]),
+    (["generate", "--temperature", "-1", "x"], ["temperature", "-1"]),
+    (["generate", "--top-p", "2", "x"], ["top_p", "2"]),
     (["generate", "--chat", "x"], ["chat template"]),
 ], ids=lambda v: " ".join(v)[:40] if isinstance(v, list) else v)
 def test_a_mistake_is_one_line_and_exit_code_2(tiny, args, words):
@@ -61,6 +62,11 @@ def test_an_unknown_model_is_named(model, words):
     done = cli("generate", "--model", model, "x")
     assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("error: ") and "Traceback" not in done.stderr, done.stderr
     assert all(word in done.stderr for word in words)
+
+
+def test_a_seed_makes_chance_reproducible(tiny):
+    a, b, c = (cli("generate", "--model", tiny, "--json", "--temperature", "1", "--seed", seed, "--max-tokens", "12", "hello").stdout for seed in ("7", "7", "8"))
+    assert a == b != c
 
 
 def test_unknown_architecture_is_refused(tiny, tmp_path):
