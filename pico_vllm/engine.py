@@ -45,7 +45,7 @@ class EngineConfig:
     max_num_seqs: int = 64            # sequences that run at once
     max_num_batched_tokens: int = 2048  # tokens computed in one step, over all sequences
     gpu_memory_utilization: float | None = None  # share of the GPU's memory to use in all, CUDA only; None: 0.9
-    kv_cache_memory: int | None = None           # bytes for K/V; None: on the CPU a quarter of what is free, at most 4 GiB
+    kv_cache_memory: int | None = None           # bytes for K/V; None: on the CPU a quarter of what is free, at most 1 GiB
     seed: int | None = None           # makes requests that bring no seed reproducible; None: they are not
 
     def __post_init__(self):
@@ -92,7 +92,7 @@ def kv_memory(
     if config.gpu_memory_utilization is not None and device.type != "cuda":
         raise ValueError("gpu_memory_utilization is for CUDA; on the CPU use kv_cache_memory (bytes)")
     if config.kv_cache_memory is not None: return config.kv_cache_memory
-    if device.type == "cpu": return min(psutil.virtual_memory().available // 4, 4 * 2**30)
+    if device.type == "cpu": return min(psutil.virtual_memory().available // 4, 2**30)
     free, total = torch.cuda.mem_get_info(device)
     return int(total * (config.gpu_memory_utilization or 0.9)) - (total - free)
 

@@ -43,7 +43,9 @@ def test_readme_is_in_step():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebook_is_committed_executed(path):
-    cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+    notebook = json.loads(path.read_text())
+    assert "widgets" not in notebook["metadata"], "widget state is saved"
+    cells = [c for c in notebook["cells"] if c["cell_type"] == "code"]
     outputs = [o for c in cells for o in c["outputs"]]
     assert outputs, "never executed"
     assert not [o for o in outputs if o["output_type"] == "error"], "an output is an error"
