@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from .blocks import BlockManager, cdiv
+from .blocks import BlockManager
 from .sequence import Sequence, SequenceStatus
 
 # %% ../nbs/05_scheduler.ipynb #56a36b51
