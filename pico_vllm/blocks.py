@@ -6,9 +6,11 @@
 __all__ = ['cdiv', 'NoFreeBlocksError', 'BlockManager', 'KVCache']
 
 # %% ../nbs/00_blocks.ipynb #ae3b9588
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence as SequenceOf
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,6 +109,11 @@ class BlockManager:
         return f"BlockManager({self.num_used_blocks}/{self.num_blocks} blocks used, block_size={self.block_size})"
 
 # %% ../nbs/00_blocks.ipynb #1a6f0abc
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    "Zeros. On the CPU the operating system hands out each page when it is first written, so an empty pool costs nothing."
+    if torch.device(device).type != "cpu": return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
 class KVCache:
     "The keys and values of every layer, cut into blocks. The only place where tokens become bytes."
     def __init__(self,
@@ -124,8 +131,7 @@ class KVCache:
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k, self.v = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
 
     @staticmethod
     def bytes_per_block(

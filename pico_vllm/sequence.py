@@ -58,8 +58,7 @@ class Sequence:
 
     def append_blocks(self, block_ids: SequenceOf[int]) -> None:
         "Take ownership of blocks that the caller allocated; they continue the table in order."
-        twice = set(block_ids) & set(self.block_table)
-        if twice or len(set(block_ids)) != len(block_ids):
+        if any(b in self.block_table for b in block_ids) or len(set(block_ids)) != len(block_ids):
             raise ValueError(f"sequence {self.seq_id!r}: {list(block_ids)} repeats a block of {self.block_table}")
         self.block_table.extend(block_ids)
 
