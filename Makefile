@@ -7,7 +7,7 @@ SETUP := .venv/.set-up
 export TRANSFORMERS_VERBOSITY ?= error
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup weights demo test lab export readme bench clean
+.PHONY: help setup weights demo test slow lab export readme bench clean
 help:
 	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -34,6 +34,10 @@ test: $(SETUP)  ## everything CI checks
 	@$(BIN)/pico-vllm weights
 	@$(BIN)/python tests/run_notebooks.py
 	@$(BIN)/python -m pytest -q tests
+
+slow: $(SETUP)  ## the tests that take many minutes: thousands of random schedules, the invariance suite on the real weights
+	@$(BIN)/pico-vllm weights
+	@$(BIN)/python -m pytest -q tests --slow
 
 lab: $(SETUP)  ## open the notebooks
 	@$(BIN)/jupyter lab nbs

@@ -11,10 +11,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
 from itertools import count
+from numbers import Integral
 from pathlib import Path
 
 import psutil
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -59,8 +61,9 @@ class EngineConfig:
         if self.num_blocks is not None and self.kv_cache_memory is not None: raise ValueError("num_blocks and kv_cache_memory both size the pool: give one of them")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: a step could not give every running sequence its token")
+        if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)): raise ValueError(f"seed must be a whole number or None, got {self.seed!r}")
         util = self.gpu_memory_utilization
-        if util is not None and not 0 < util <= 1: raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {util}")
+        if util is not None and (not isinstance(util, (int, float)) or not 0 < util <= 1): raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {util!r}")
 
     @classmethod
     def from_kwargs(cls, **kwargs) -> "EngineConfig":
@@ -75,6 +78,7 @@ def pick_device(
     name: str,  # "auto", "cpu", "cuda", "cuda:1", …
 ) -> torch.device:
     "The device of that name. Raises `ValueError` where it is not there."
+    if not isinstance(name, str): raise ValueError(f"device must be a name such as auto, cpu or cuda:0, got {name!r}")
     if name == "auto": name = "cuda" if torch.cuda.is_available() else "cpu"
     try: device = torch.device(name)
     except RuntimeError: raise ValueError(f"device {name!r} is not a device: use auto, cpu, cuda or cuda:N") from None
@@ -213,25 +217,33 @@ class LLMEngine:
     ) -> None:
         "Queue a request. Raises `ValueError`, with the numbers, for one that could never run; nothing changes then."
         if request_id in self.requests: raise ValueError(f"request id {request_id!r} is in use")
-        if isinstance(prompt, Mapping): prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt")
+        if isinstance(prompt, Mapping):
+            if not prompt.keys() & {"prompt", "prompt_token_ids"}: raise ValueError(f"a prompt dictionary needs 'prompt' or 'prompt_token_ids', got {', '.join(map(str, prompt)) or 'nothing'}")
+            prompt = prompt["prompt"] if prompt.get("prompt_token_ids") is None else prompt["prompt_token_ids"]
         text = prompt if isinstance(prompt, str) else None
-        if text is None and not isinstance(prompt, SequenceOf): raise ValueError(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
-        token_ids = self.tokenizer.encode(text) if text is not None else list(prompt)
+        if text is None and (isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, SequenceOf)):
+            raise ValueError(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
+        if text is not None and not text.isascii() and text != text.encode("utf-8", "ignore").decode(): raise ValueError("the prompt holds half of a surrogate pair, which is no text")
+        token_ids = self.tokenizer.encode(text) if text is not None else [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
         max_tokens = self.admit(token_ids, params)
-        request = Request(request_id, text, token_ids, params, [])
-        for seed in self.seeds(params):
-            seq = Sequence(next(self._seq_ids), token_ids, self.config.block_size)
-            detokenizer = Detokenizer(self.tokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens)
-            request.completions.append(Completion(seq, RowState(params, seed, seq.token_ids, seq.num_prompt_tokens), detokenizer))
-            self._owner[seq.seq_id] = request, request.completions[-1]
-            self.scheduler.add_request(seq, max_tokens)
-        self.requests[request_id] = request
+        request = self.requests[request_id] = Request(request_id, text, token_ids, params, [])
+        try:
+            for seed in self.seeds(params):
+                seq = Sequence(next(self._seq_ids), token_ids, self.config.block_size)
+                detokenizer = Detokenizer(self.tokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens)
+                request.completions.append(Completion(seq, RowState(params, seed, seq.token_ids, seq.num_prompt_tokens), detokenizer))
+                self._owner[seq.seq_id] = request, request.completions[-1]
+                self.scheduler.add_request(seq, max_tokens)
+        except BaseException:  # all of its sequences, or none
+            self.abort_request(request_id)
+            raise
 
     def admit(self,
         prompt_token_ids: SequenceOf[int],
         params: SamplingParams,
     ) -> int:  # output tokens it may have
         "The one place that refuses what can never run. Raises `ValueError`."
+        if not isinstance(params, SamplingParams): raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         size = self.model.config.vocab_size
         wrong = next((t for t in prompt_token_ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < size), None)
         if wrong is not None: raise ValueError(f"token id {wrong!r} is not a whole number from 0 to {size - 1}")
@@ -256,16 +268,44 @@ class LLMEngine:
         sequences = [self.scheduler.sequences[i] for i in scheduled.num_scheduled_tokens]
         model_input = self.runner.prepare(sequences, list(scheduled.num_scheduled_tokens.values()))
         logits = self.runner.execute_model(model_input)  # (num_sampled, vocab_size)
-        sampled = self.sampler(logits, [self._owner[i][1].row for i in model_input.sampled])
-        for i, logprobs in zip(model_input.sampled, sampled.logprobs):
-            if logprobs is not None: self._owner[i][1].logprobs.append({t: self._with_text(t, lp) for t, lp in logprobs.items()})
-        finished = self.scheduler.update_from_output(scheduled, dict(zip(model_input.sampled, sampled.token_ids.tolist())))
-        got_token = dict.fromkeys(self._owner[i][0] for i in model_input.sampled)  # in batch order, each once
-        for seq in finished: self._owner.pop(seq.seq_id)[1].detokenizer.finish()
-        for request in got_token:
-            if request.finished: del self.requests[request.request_id]
+        owners = [self._owner[i] for i in model_input.sampled]
+        choices = self._sample(logits, owners)
+        finished = self.scheduler.update_from_output(scheduled, {c.seq.seq_id: token_id for c, (token_id, _) in choices.items()})
+        for completion, (_, logprobs) in choices.items():
+            if logprobs is not None: completion.logprobs.append(logprobs)
+        for seq in finished: self._end(self._owner.pop(seq.seq_id)[1])
+        outputs = [request.output() for request in dict.fromkeys(request for request, _ in owners)]  # in batch order, each once
+        for output in outputs:
+            if output.finished: self.requests.pop(output.request_id, None)
         for observe in self.observers: observe(scheduled, finished)
-        return [request.output() for request in got_token]
+        return outputs
+
+    def _sample(self,
+        logits: Tensor,  # (num_sampled, vocab_size)
+        owners: list[tuple[Request, Completion]],
+    ) -> dict[Completion, tuple[int, dict[int, Logprob] | None]]:  # token id and log-probabilities
+        "A token for each row. A request whose logits are not finite ends here, and nobody else is harmed."
+        try: sampled = self.sampler(logits, [c.row for _, c in owners])
+        except RuntimeError:
+            fine = logits.float().amax(dim=-1).isfinite().tolist()
+            if all(fine): raise
+            for (request, completion), ok in zip(owners, fine):
+                if not ok: self._fail(request, completion, "the model's logits are not finite")
+            rest = [i for i, ok in enumerate(fine) if ok]
+            return self._sample(logits[rest], [owners[i] for i in rest])
+        logprobs = [None if lps is None else {t: self._with_text(t, lp) for t, lp in lps.items()} for lps in sampled.logprobs]
+        return {c: choice for (_, c), choice in zip(owners, zip(sampled.token_ids.tolist(), logprobs))}
+
+    def _fail(self, request: Request, completion: Completion, why: str) -> None:
+        "A completion's own fault ends that completion alone, with `abort`."
+        logger.error("request %r ends: %s", request.request_id, why)
+        self.scheduler.finish_requests(completion.seq.seq_id, "abort")
+        self._end(self._owner.pop(completion.seq.seq_id)[1])
+
+    def _end(self, completion: Completion) -> None:
+        "Release what the text held back, if the tokenizer can."
+        try: completion.detokenizer.finish()
+        except Exception: logger.exception("the text of sequence %s could not be finished", completion.seq.seq_id)
 
     def _with_text(self, token_id: int, logprob: Logprob) -> Logprob:
         logprob.decoded_token = self.tokenizer.decode([token_id])
@@ -279,7 +319,10 @@ class LLMEngine:
         if last in params.stop_token_ids:
             completion.stop_reason = last
             return "stop"
-        completion.stop_reason = completion.detokenizer.append(last)
+        try: completion.stop_reason = completion.detokenizer.append(last)
+        except Exception:  # this request's fault: it ends, the step and the others go on
+            logger.exception("request %r ends: its text cannot be made", request.request_id)
+            return "abort"
         return None if completion.stop_reason is None else "stop"
 
     def check(self) -> None:
@@ -312,26 +355,30 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:       # in the order of the prompts
         "Answer the prompts, in one batch. A prompt that can never run raises `ValueError` that names it before any is computed."
-        if isinstance(prompts, (str, Mapping)) or (prompts and all(isinstance(p, int) for p in prompts)): prompts = [prompts]
+        if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, (str, Mapping, SequenceOf)):
+            raise ValueError(f"prompts must be text, a list of texts, token ids or a list of token-id lists, got {type(prompts).__name__}")
+        if isinstance(prompts, (str, Mapping)) or (prompts and all(isinstance(p, Integral) for p in prompts)): prompts = [prompts]
         one_for_all = sampling_params is None or isinstance(sampling_params, SamplingParams)
         params = [sampling_params or SamplingParams()] * len(prompts) if one_for_all else list(sampling_params)
         if len(params) != len(prompts): raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling_params: give one for all or one each")
+        wrong = next((p for p in params if not isinstance(p, SamplingParams)), None) if all(params) else None
+        if wrong is not None or not all(params): raise ValueError(f"sampling_params must be SamplingParams, got {type(wrong).__name__}")
         ids = [f"llm-{next(self._ids)}" for _ in prompts]
         try:
             for i, (request_id, prompt, p) in enumerate(zip(ids, prompts, params)):
                 try: self.engine.add_request(request_id, prompt, p)
                 except ValueError as e: raise ValueError(f"prompt {i}: {e}" if len(prompts) > 1 else str(e)) from None
-            done = {}
+            done, own = {}, set(ids)
             with tqdm(total=len(ids), desc="Prompts", disable=not use_tqdm) as bar:
                 while len(done) < len(ids):
                     for output in self.engine.step():
-                        if output.finished:
+                        if output.finished and output.request_id in own:  # the engine may have other people's requests too
                             done[output.request_id] = output
                             bar.update()
+            return [done[request_id] for request_id in ids]
         except BaseException:  # also Ctrl-C: leave no request behind that would run in the next call
             for request_id in ids: self.engine.abort_request(request_id)
             raise
-        return [done[request_id] for request_id in ids]
 
     def chat(self,
         messages: SequenceOf,  # one conversation, or a list of them; a message is {"role": …, "content": …}

@@ -193,6 +193,8 @@ def execute_model(
 # %% ../nbs/04_forward.ipynb #a6be8aef
 def rope_parameters_from(hf: Mapping) -> dict:
     "The rope settings of a config.json in the new form (`rope_parameters`) or the old (`rope_theta`, `rope_scaling`); never a guess."
+    if hf.get("rope_parameters") and hf.get("rope_scaling") and hf["rope_parameters"] != hf["rope_scaling"]:
+        raise ValueError("config.json has both rope_parameters and rope_scaling, and they differ: keep the one that is meant")
     params = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     if any(isinstance(value, Mapping) for value in params.values()): raise ValueError(f"rope_parameters per layer type ({', '.join(params)}) are not supported")
     params.setdefault("rope_type", params.pop("type", "default"))

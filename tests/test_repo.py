@@ -1,5 +1,5 @@
 """The repository's own promises: the package is what the notebooks export, the notebooks are clean and executed, the README is in step."""
-import filecmp, json, os, re, shutil, subprocess, sys
+import ast, filecmp, json, os, re, shutil, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ def copy(tmp_path_factory):
 
 def differences(copy: Path, name: str) -> list[str]:
     "Files below `name` that differ between here and the copy, or are in one only."
-    def files(root): return {p.relative_to(root) for p in (root / name).rglob("*") if p.is_file() and "__pycache__" not in p.parts and ".ipynb_checkpoints" not in p.parts}
+    def files(root): return {p.relative_to(root) for p in (root / name).rglob("*") if p.suffix in (".py", ".ipynb") and not {"__pycache__", ".ipynb_checkpoints", ".hypothesis"} & set(p.parts)}
     here, there = files(ROOT), files(copy)
     return sorted(str(p) for p in here | there if p not in here or p not in there or not filecmp.cmp(ROOT / p, copy / p, shallow=False))
 
@@ -41,6 +41,10 @@ def test_readme_is_in_step():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def source(cell: dict) -> str: return "".join(cell["source"])
+def is_print(node: ast.expr) -> bool: return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebook_is_committed_executed(path):
     notebook = json.loads(path.read_text())
@@ -48,6 +52,9 @@ def test_notebook_is_committed_executed(path):
     cells = [c for c in notebook["cells"] if c["cell_type"] == "code"]
     outputs = [o for c in cells for o in c["outputs"]]
     assert outputs, "never executed"
+    showing = [c for c in cells if (last := ast.parse(source(c)).body[-1:]) and isinstance(last[0], ast.Expr) and is_print(last[0].value) and not source(c).startswith(("#| hide", "#| slow", "#| gpu"))]
+    silent = ["".join(c["source"])[:60] for c in showing if not c["outputs"]]
+    assert not silent, f"these cells print, and no output is saved: {silent}"
     assert not [o for o in outputs if o["output_type"] == "error"], "an output is an error"
     assert not [o for o in outputs if o.get("name") == "stderr"], "stderr in the outputs"
 
