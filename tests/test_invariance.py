@@ -257,7 +257,7 @@ def real():
     folder, device = resolve_model(), "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(folder, torch.float32, device), AutoTokenizer.from_pretrained(folder)
     hf, size = hf_from_ours(model, folder), min(len(tokenizer), model.config.vocab_size)
-    texts = ["def fibonacci(n):", "The capital of France is", "Write a haiku about memory:\n", "1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144,"]
+    texts = ["def fibonacci(n):", "The capital of France is", "Write a haiku about memory:\n", "1, 1, 2, 3, 5, 8,"]
     prompts, want = {f"p{i}": tokenizer.encode(t) for i, t in enumerate(texts)}, {}
     for i, prompt in prompts.items():
         new, cache, out = prompt, None, []
