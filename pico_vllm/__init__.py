@@ -1,7 +1,7 @@
 __version__ = "0.1.0"
-__all__ = ["LLM", "LLMEngine", "EngineConfig", "SamplingParams", "RequestOutput", "CompletionOutput"]
+__all__ = ["LLM", "LLMEngine", "EngineConfig", "SamplingParams", "RequestOutput", "CompletionOutput", "SchedulerService", "create_app"]
 
-_HOME = {"SamplingParams": "sampling"}  # every other name lives in engine
+_HOME = {"SamplingParams": "sampling", "SchedulerService": "service", "create_app": "server"}  # every other name lives in engine
 
 
 def __getattr__(name):

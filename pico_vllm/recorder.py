@@ -10,7 +10,7 @@ __all__ = ['StepRecord', 'StepRecorder', 'plot_batch_timeline', 'plot_blocks_at'
 import io, json, os, time
 from base64 import b64encode
 from collections import deque
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Mapping, Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,6 +107,7 @@ class StepRecorder:
 def plot_batch_timeline(
     records: SequenceOf[StepRecord],
     at: int | None = None,  # index of a record to frame
+    names: Mapping[int, str] | SequenceOf[str] | None = None,  # sequence -> what to call it; None: its number
     title: str = "",
     ax=None,
 ):
@@ -130,7 +131,7 @@ def plot_batch_timeline(
     marks = [Line2D([], [], ls="", marker=m, mew=w, ms=s, color=INK, label=label) for m, w, s, label in (("x", 1, 6, "preempted"), ("|", 2.5, 9, "finished"))]
     ax.legend(handles=keys + marks, loc="upper left", bbox_to_anchor=(1, 1.05), fontsize=7.5, handlelength=1.1)
     ticks = range(0, len(records), max(1, 5 * -(-len(records) // 60)))
-    ax.set(xlim=(0, len(records)), ylim=(len(ids), 0), yticks=[y + .5 for y in range(len(ids))], yticklabels=[f"sequence {i}" for i in ids], xlabel="step", title=title)
+    ax.set(xlim=(0, len(records)), ylim=(len(ids), 0), yticks=[y + .5 for y in range(len(ids))], yticklabels=[f"sequence {i}" if names is None else names[i] for i in ids], xlabel="step", title=title)
     ax.set_xticks([t + .5 for t in ticks], [records[t].step for t in ticks]); ax.spines[:].set_visible(False); ax.tick_params(length=0)
     return ax
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MAX_LOGPROBS', 'GUESS', 'ROWS_AT_ONCE', 'SamplingParams', 'greedy', 'temper', 'restrict', 'uniform', 'SeedSource',
-           'draw', 'RowState', 'edit_scores', 'Logprob', 'top_logprobs', 'SamplerOutput', 'Sampler']
+           'draw', 'RowState', 'edit_scores', 'Logprob', 'top_logprobs', 'NoTokenError', 'SamplerOutput', 'Sampler']
 
 # %% ../nbs/04a_sampling.ipynb #c275e144
 import math
@@ -262,6 +262,14 @@ def top_logprobs(
 # %% ../nbs/04a_sampling.ipynb #3592eabf
 ROWS_AT_ONCE = {"cpu": 8, "cuda": 64}  # bounds the scratch memory: about 16 bytes per random row and id
 
+class NoTokenError(RuntimeError):
+    "Rows without a token to choose: their logits are not finite, or every id is banned."
+    def __init__(self,
+        reasons: dict[int, str],  # row -> why
+    ):
+        self.reasons = reasons
+        super().__init__("; ".join(f"row {i}: {why}" for i, why in reasons.items()))
+
 @dataclass
 class SamplerOutput:
     "The next token of each row."
@@ -290,12 +298,16 @@ class Sampler:
         logits: Tensor,  # (num_rows, vocab_size), any float type
         rows: SequenceOf[RowState],
     ) -> SamplerOutput:
-        "One token for each row. Raises `RuntimeError` where a row has no finite maximum; appending the token is the caller's job."
+        "One token for each row. Raises `NoTokenError`, naming them all, where rows have none; appending the token is the caller's job."
         if logits.ndim != 2 or len(logits) != len(rows): raise ValueError(f"logits of shape {tuple(logits.shape)} for {len(rows)} rows: (num_rows, vocab_size) is needed")
         if logits.shape[1] < self.num_text_ids: raise ValueError(f"logits have {logits.shape[1]} columns, num_text_ids={self.num_text_ids}")
         token_ids, logprobs = torch.empty(len(rows), dtype=torch.long, device=logits.device), [None] * len(rows)
         few = ROWS_AT_ONCE[logits.device.type]
-        for i in range(0, len(rows), few): token_ids[i:i + few] = self._choose(logits[i:i + few], rows[i:i + few], i)
+        without: dict[int, str] = {}
+        for i in range(0, len(rows), few):
+            try: token_ids[i:i + few] = self._choose(logits[i:i + few], rows[i:i + few], i)
+            except NoTokenError as e: without |= e.reasons  # look at the other rows too, so that the error names all
+        if without: raise NoTokenError(without)
         asked = [i for i, r in enumerate(rows) if r.params.logprobs is not None]
         for some in (asked[i:i + few] for i in range(0, len(asked), few)):
             found = top_logprobs(logits[some], token_ids[some], [rows[i].params.logprobs for i in some], self.num_text_ids)
@@ -309,8 +321,8 @@ class Sampler:
             edit_scores(scores, rows, self.eos_token_ids)
         best, token_ids = scores.max(dim=-1)  # the greedy choice: the lowest id of a tie
         if not best.isfinite().all():
-            i = best.isfinite().logical_not().nonzero()[0].item()
-            raise RuntimeError(f"row {first + i} has {best[i].item()} as its largest score: the model's logits are not finite, or every id is banned")
+            raise NoTokenError({first + i: "every id is banned" if score == -math.inf else f"its largest score is {score}: the model's logits are not finite"
+                                for i, score in enumerate(best.tolist()) if not math.isfinite(score)})
         chance = [i for i, r in enumerate(rows) if r.params.temperature > 0]
         if not chance: return token_ids
         rows = [rows[i] for i in chance]

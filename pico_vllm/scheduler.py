@@ -158,14 +158,19 @@ class Scheduler:
         complete = [seq for seq, n in batch if seq.num_computed_tokens + n == seq.num_tokens]
         lacking = [seq.seq_id for seq in complete if seq.seq_id not in sampled]
         if lacking: raise ValueError(f"no token was sampled for {lacking}, whose known tokens are all computed")
-        self._scheduled = None
+        self._scheduled, finished = None, []
         for seq, n in batch: seq.mark_computed(n)
         for seq in complete:
+            if seq.status is not SequenceStatus.RUNNING: continue  # aborted by the `check_stop` of one before it
             seq.append_token(sampled[seq.seq_id])  # its K/V is not yet written
-            reason = self.check_stop(seq) or ("length" if seq.num_output_tokens >= self._limits[seq.seq_id][0] else None)
-            if reason: self._finish(seq, reason)
+            reason = self.check_stop(seq)
+            if seq.status is not SequenceStatus.RUNNING: continue  # aborted by its own
+            if not reason and seq.num_output_tokens >= self._limits[seq.seq_id][0]: reason = "length"
+            if reason:
+                self._finish(seq, reason)
+                finished.append(seq)
         self._drop_finished()
-        return [seq for seq in complete if seq.status is SequenceStatus.FINISHED]
+        return finished
 
     def _num_blocks_to_admit(self, seq: Sequence) -> int: return self.block_manager.num_blocks_for(seq.num_tokens)
 

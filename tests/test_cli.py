@@ -1,5 +1,5 @@
-"""The command as a user meets it: another process, exit codes, one-line errors."""
-import json, os, subprocess, sys
+"""The command as a user meets it: another process, exit codes, one-line errors, a terminal."""
+import fcntl, io, json, os, pty, re, signal, struct, subprocess, sys, termios
 from pathlib import Path
 
 import pytest
@@ -87,3 +87,107 @@ def test_weights_says_which(tiny):
     done = cli("weights", tiny)
     assert done.returncode == 0 and "Qwen2ForCausalLM" in done.stdout, done.stdout + done.stderr
     assert cli("weights", "no/such/folder", "--no-fetch").returncode == 2
+
+
+# Several prompts, too few seats, too small a pool
+
+CROWD = ["0123456789", "abcd", "The quick brown fox jumps", "x", "to be or not to be"]
+SMALL_POOL = ["--block-size", "4", "--num-blocks", "11", "--max-model-len", "44", "--max-num-seqs", "3", "--max-num-batched-tokens", "16", "--max-tokens", "16"]
+
+
+def on_a_terminal(*args, rows=30, columns=100):
+    "The command with its standard error on a pseudo-terminal: exit code, standard output, and what the terminal was sent."
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")} | {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
+    process = subprocess.Popen([COMMAND, *args], stdout=subprocess.PIPE, stderr=slave, env=env)
+    os.close(slave)
+    sent = b""
+    while True:
+        try: piece = os.read(master, 65536)
+        except OSError: break  # Linux says so where the other end is closed
+        if not piece: break
+        sent += piece
+    os.close(master)
+    out = process.stdout.read().decode()
+    process.stdout.close()
+    return process.wait(timeout=60), out, sent.decode()
+
+
+def test_the_live_view_on_a_terminal(tiny):
+    code, out, sent = on_a_terminal("generate", "--model", tiny, *SMALL_POOL, *CROWD)
+    assert code == 0, sent
+    plain = cli("generate", "--model", tiny, *SMALL_POOL, *CROWD)
+    assert out == plain.stdout and "step 1:" not in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", sent).split("step")[-1]
+    assert "\x1b[1A" in sent and "\x1b[?25l" in sent and "\x1b[?25h" in sent, "drawn over in place, the cursor hidden meanwhile and given back"
+    frames = sent.split("state")
+    assert len(frames) > 1 and "0 running, 0 waiting, 5 finished; 0 of 11 blocks held" in frames[-2]
+    assert frames[-1].count("length") >= 5 and frames[-1].count("\u25a0") == 5, "the last frame: five prompts that ended, no block held"
+    assert "\x1b[38;2;86;180;233m" in frames[-1], "prompt 1 has the first owner's colour"
+    assert "5 prompts" in sent and "preempted 1" in sent
+
+
+def test_the_view_shows_what_the_scheduler_does(tiny):
+    from rich.console import Console
+
+    from pico_vllm.cli import answer_all, live_view
+    from pico_vllm.engine import EngineConfig, LLMEngine
+    from pico_vllm.sampling import SamplingParams
+    engine = LLMEngine(EngineConfig(model=tiny, block_size=4, num_blocks=11, max_model_len=44, max_num_seqs=3, max_num_batched_tokens=16))
+    seen = set()
+
+    def look(batch):
+        console = Console(width=100, file=io.StringIO())
+        console.print(live_view(batch, 100))
+        head, titles, *rows = console.file.getvalue().splitlines()
+        states = [re.split(r" +", row)[2] for row in rows[:5]]
+        waiting = [batch.progress[i].seq.seq_id for i, state in enumerate(states) if state in ("waiting", "preempted")]
+        assert waiting == [s.seq_id for s in engine.scheduler.waiting] and states.count("running") == len(engine.scheduler.running)
+        assert sum(row.count("\u25a0") for row in rows[5:]) == engine.block_manager.num_used_blocks and sum(row.count("\u00b7") for row in rows[5:]) == engine.block_manager.num_free_blocks
+        assert f"{len(waiting)} waiting" in head and ("preempted" in head) == bool(batch.preempted)
+        seen.update(states)
+
+    done = answer_all(engine, CROWD, [engine.tokenizer.encode(p) for p in CROWD], SamplingParams(temperature=0, max_tokens=16), look)
+    assert seen == {"waiting", "running", "preempted", "length"} and sum(p.num_preemptions for p in done) >= 1
+    assert engine.observers == [] and engine.block_manager.num_used_blocks == 0
+
+
+def test_without_a_terminal_the_same_is_told_in_lines(tiny):
+    done = cli("generate", "--model", tiny, *SMALL_POOL, *CROWD)
+    story = [line for line in done.stderr.splitlines() if line.startswith("step ")]
+    assert "2 running, 3 waiting, 0 finished" in story[0] and story[-1].endswith("0 running, 0 waiting, 5 finished; 0 of 11 blocks held")
+    assert any("preempted" in line for line in story) and len(story) < 20 and "\x1b" not in done.stderr
+    assert "step " not in cli("generate", "--model", tiny, "--max-tokens", "3", "alone").stderr
+
+
+def test_a_large_pool_fits_the_screen():
+    from types import SimpleNamespace
+
+    from rich.console import Console
+
+    from pico_vllm.cli import Batch, live_view
+    console = Console(width=80, file=io.StringIO())
+    console.print(live_view(Batch(SimpleNamespace(block_manager=SimpleNamespace(num_blocks=32768, num_used_blocks=0)), []), 80))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) <= 8 and max(map(len, lines)) <= 80 and "a square is 211 blocks" in lines[-1], lines
+
+
+def test_a_wide_answer_stays_in_its_column():
+    from rich.cells import cell_len
+
+    from pico_vllm.cli import tail_of
+    assert tail_of("abc\n\ndef  g", 5) == "def g" and tail_of("\u4f60\u597d\u4f60\u597d", 5) == "\u4f60\u597d" and cell_len(tail_of("\u4f60\u597d" * 50, 41)) == 40 and tail_of("", 5) == ""
+
+
+def test_a_reader_who_leaves_early_ends_it_quietly(tiny):
+    process = subprocess.Popen([COMMAND, "generate", "--model", tiny, "--max-tokens", "3", "one", "two", "three"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    stderr = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == -signal.SIGPIPE and "Traceback" not in stderr and "Broken" not in stderr, stderr
+
+
+def test_seats_and_budget_are_the_engines(tiny):
+    done = cli("generate", "--model", tiny, "--max-num-seqs", "8", "--max-num-batched-tokens", "4", "x")
+    assert done.returncode == 2 and "max_num_batched_tokens=4" in done.stderr and "max_num_seqs=8" in done.stderr
+    assert cli("generate", "--model", tiny, "--dtype", "half", "--max-tokens", "2", "x").returncode == 0
