@@ -7,7 +7,7 @@ SETUP := .venv/.set-up
 export TRANSFORMERS_VERBOSITY ?= error
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup weights demo test slow lab export readme bench clean
+.PHONY: help setup weights demo serve test slow lab export readme bench clean
 help:
 	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -23,12 +23,17 @@ $(SETUP): constraints.txt pyproject.toml settings.ini
 weights: $(SETUP)  ## show which weights are used, and fetch them
 	@$(BIN)/pico-vllm weights
 
-demo: $(SETUP)  ## answer three prompts with the real 0.5B, block tables shown
+demo: $(SETUP)  ## answer eight prompts at once with the real 0.5B, in a pool too small for all of them, and watch
 	@$(BIN)/pico-vllm weights
-	@$(BIN)/pico-vllm generate --chat --show-blocks --max-tokens 96 \
+	@$(BIN)/pico-vllm generate --chat --max-tokens 96 --max-num-seqs 6 --num-blocks 28 --max-num-batched-tokens 128 \
 	  "In two sentences: why does an LLM server keep a KV cache?" \
 	  "Write a Python function that returns the n-th Fibonacci number." \
-	  "Sag in einem Satz, was ein Block im Speicher ist."
+	  "Sag in einem Satz, was ein Block im Speicher ist." \
+	  "Name the capitals of France, Italy and Japan." \
+	  "Summarise in one sentence: A library lends books to many readers at once. It could keep a whole shelf free for each reader, in case one of them should ever want so many books, and most shelves would stand empty. So it hands out single places instead, wherever one is free, writes down in a small list which places belong to whom, and takes them back on the day a reader leaves. When every place is taken and an old reader needs one more, the newest reader has to give all of theirs back, and is let in again as soon as there is room. Nobody loses a book, and no shelf is empty." \
+	  "用一句话解释什么是分页。" \
+	  "Is 97 a prime number? Answer yes or no." \
+	  "Write a haiku about a full memory."
 
 test: $(SETUP)  ## everything CI checks
 	@$(BIN)/pico-vllm weights

@@ -7,7 +7,7 @@ __all__ = ['PROMPT', 'OTHER', 'ONE_SHOT', 'CHUNKS', 'DECODE', 'CHECKS', 'BUGS', 
            'check', 'expect_error', 'check_block_manager', 'check_sequence', 'check_gather', 'check_mask',
            'check_heads', 'check_loading', 'check_logits', 'check_chunks', 'check_decode', 'check_batch',
            'check_cached', 'check_seams', 'check_small', 'check_sampler', 'ScriptedTokenizer', 'check_engine',
-           'PlantedBug', 'bug', 'planted_bugs', 'Verdict', 'judge', 'Exam', 'run_exam']
+           'check_preemption', 'PlantedBug', 'bug', 'planted_bugs', 'Verdict', 'judge', 'Exam', 'run_exam']
 
 # %% ../nbs/90a_exam.ipynb #c681334e
 from collections.abc import Callable, Iterable, Iterator, Sequence as SequenceOf
@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from . import attention, blocks, model as models, rope, sampling, sequence
+from . import attention, blocks, model as models, rope, sampling, scheduler, sequence
 from .testing import Seams, assert_matches, assert_seams_match, capture, hard_tiny_model, hf_forward, ours_from_hf, tiny_model
 
 # %% ../nbs/90a_exam.ipynb #989437bb
@@ -230,6 +230,22 @@ def check_engine():
     m = engine.block_manager
     assert m.num_free_blocks == m.num_blocks, f"all requests are finished, {m.num_used_blocks} of {m.num_blocks} blocks are not free"
 
+@check("preemption", "three requests in a pool too small for them: somebody is preempted, and greedy ids still equal HF's")
+def check_preemption():
+    from pico_vllm.engine import LLMEngine
+    from pico_vllm.sampling import SamplingParams
+    hf, _ = reference()
+    engine = LLMEngine.from_parts(ours_from_hf(hf), ScriptedTokenizer(), block_size=4, num_blocks=9, max_model_len=32)
+    prompts, done, preempted = {"a": PROMPT[:5], "b": OTHER, "c": PROMPT[5:9]}, {}, []
+    engine.observers.append(lambda scheduled, finished: preempted.extend(scheduled.preempted))
+    for request_id, ids in prompts.items(): engine.add_request(request_id, list(ids), SamplingParams(temperature=0, max_tokens=12))
+    for _ in range(100): done |= {out.request_id: out.outputs[0].token_ids for out in engine.step()}
+    assert preempted, "nobody was preempted: this proves nothing"
+    for request_id, ids in prompts.items():
+        got, want = done[request_id], _greedy(ids, 12)
+        same = next((i for i, (x, y) in enumerate(zip(got, want)) if x != y), min(len(got), len(want)))
+        assert got == want, f"request {request_id}, {preempted.count(list(prompts).index(request_id))} times preempted: {same} ids as Hugging Face's, then {got[same:same + 3]} for {want[same:same + 3]}"
+
 @lru_cache
 def _greedy(ids: tuple[int, ...], n: int) -> list[int]:
     "Hugging Face's greedy continuation, without a cache."
@@ -258,8 +274,7 @@ def planted_bugs() -> list[PlantedBug]:
     "Every mistake that the layers built so far can have."
     return list(BUGS)
 
-NOT_YET = {"preempted sequence keeps its old count": "05_scheduler", "prefix block registered before it is written": "07_prefix_cache",
-           "stale hash after reuse": "07_prefix_cache"}
+NOT_YET = {"prefix block registered before it is written": "07_prefix_cache", "stale hash after reuse": "07_prefix_cache"}
 
 # %% ../nbs/90a_exam.ipynb #7f495e32
 @bug("no RoPE", "model.apply_rotary")
@@ -445,6 +460,34 @@ def _():
 @bug("block leaked at finish", "engine.LLMEngine.step")
 def _():
     with _step_with_free(lambda free: lambda ids: free(list(ids)[:-1])): yield
+
+# %% ../nbs/90a_exam.ipynb #6046b1e6
+@bug("block leaked at finish: by the scheduler", "scheduler.Scheduler._finish")
+def _():
+    original = scheduler.Scheduler._finish
+    def finish(self, seq, reason):
+        seq.block_table = seq.block_table[:-1]
+        original(self, seq, reason)
+    with patch.object(scheduler.Scheduler, "_finish", finish): yield
+
+@bug("sampled token counted: by the scheduler", "scheduler.Scheduler.update_from_output")
+def _():
+    original = scheduler.Scheduler.update_from_output
+    def update(self, output, sampled):
+        finished = original(self, output, sampled)
+        for seq in self.running: seq.num_computed_tokens = min(seq.num_tokens, seq.capacity)
+        return finished
+    with patch.object(scheduler.Scheduler, "update_from_output", update): yield
+
+@bug("preempted sequence keeps its old count", "scheduler.Scheduler._preempt_newest")
+def _():
+    original = scheduler.Scheduler._preempt_newest
+    def preempt(self):
+        seq, count = self.running[-1], self.running[-1].num_computed_tokens
+        seq_id = original(self)
+        seq.num_computed_tokens = count
+        return seq_id
+    with patch.object(scheduler.Scheduler, "_preempt_newest", preempt): yield
 
 # %% ../nbs/90a_exam.ipynb #a4b47171
 @bug("greedy row sampled beside a random row", "sampling.Sampler.__call__")

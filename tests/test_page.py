@@ -1,10 +1,11 @@
 """The page as a person meets it: a real Chromium types, reads and looks, at a server whose model repeats what it was told."""
-import asyncio, base64, json, re, shutil, socket, threading, time
+import asyncio, json, re, shutil, socket, threading, time
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+import torch
 import uvicorn
 from conftest import VOCAB_SIZE, FakeModel
 
@@ -16,8 +17,6 @@ from pico_vllm.server import create_app
 from pico_vllm.service import SchedulerService
 from pico_vllm.testing import byte_tokenizer
 from pico_vllm.viz import OWNER_COLORS, contrast
-
-import torch
 
 USER, ASK, END = "\x01", "\x02", "\x03"  # what stands before a message, after the last one, and after an answer
 HTML = """<img src=x onerror="window.pwned=1"><script>window.pwned=2</script><b>bold</b> & "quotes" 🫠"""
@@ -224,7 +223,7 @@ class Browser:
 
 @pytest.fixture(scope="module")
 def site():
-    model = Echo(.012)
+    model = Echo(.008)
     with serve(model) as (url, service):
         service.model = model
         yield url, service
@@ -245,9 +244,10 @@ def test_type_stream_and_grid(browser, site):
     wait(browser.idle)
     assert browser.answers() == ["hello there, " + "engine " * 12] and browser.texts(".user") == browser.answers()
     wait(lambda: browser.coloured() == 0 and browser.text("#blocks-count").startswith("0 of 192"))
-    browser.say("and again")  # the second turn brings the first along
+    browser.say("and again " * 6)  # the second turn brings the first along
     wait(lambda: len(browser.answers()) == 2 and browser.idle())
-    assert site[1].model.heard[-1].split(USER) == ["", *browser.texts(".log p")[:2], "and again"] and browser.errors() == []
+    assert browser.js("const l = panes[0].log; return l.clientHeight < 220 && l.scrollHeight > l.clientHeight && l.scrollHeight - l.scrollTop - l.clientHeight < 2"), "the log must scroll in itself, and be at its end"
+    assert site[1].model.heard[-1].split(USER) == ["", *browser.texts(".log p")[:2], "and again " * 6] and browser.errors() == []
 
 
 def test_several_chats_share_one_batch(browser, site):

@@ -33,6 +33,10 @@ class Soak:
         logprobs = ({"logprobs": True, "top_logprobs": 20} if chat else {"logprobs": 20}) if rng.random() < .3 else {}
         return f"/v1/{'chat/' * chat}completions", {"model": "tiny", **prompt, **sampling, **logprobs}, [(w[2], w[1]) for w in want], usage
 
+    def long(self, body):
+        "The same, but it would go on and on if nobody ended it."
+        return {k: v for k, v in body.items() if k != "stop"} | {"n": 2, "max_tokens": MAX_MODEL_LEN - 40, "ignore_eos": True}
+
     async def client(self, http, i):
         rng = random.Random(self.seed * 100_000 + i)
         habit = rng.choices(list(HABITS), HABITS.values())[0]
@@ -51,14 +55,14 @@ class Soak:
             chunks = events(httpx.Response(r.status_code, headers={"content-type": r.headers["content-type"]}, content=got))
             assert chunks[-1]["usage"] == usage and [pieces(chunks, j) for j in range(body["n"])] == want, (i, body, want)
         elif habit == "leaves a stream":
-            stay = rng.randrange(6)
+            stay, body = rng.randrange(6), self.long(body)
             async with http.stream("POST", path, json={**body, "stream": True}) as r:
                 if stay:
                     async for _ in r.aiter_lines():
                         stay -= 1
                         if not stay: break
         elif habit == "leaves a whole":
-            try: await asyncio.wait_for(http.post(path, json=body), rng.random() * .3)
+            try: await asyncio.wait_for(http.post(path, json=self.long(body)), rng.random() * .3)
             except TimeoutError: self.seen["left in time"] += 1
         elif habit == "malformed":
             r = await http.post(path, content=rng.choice(MALFORMED), headers={"Content-Type": "application/json"})
@@ -89,12 +93,16 @@ def soak(num_requests, num_clients, seed):
     with Server(engine, max_queue=200) as server:
         server.call(lambda engine: engine.observers.append(watch))
         run = Soak(server, fake, seed)
+        def listen(event, request_id, **data): run.seen[event] += 1
+        server.call(lambda engine: server.service.listeners.append(listen))
         asyncio.run(run.run(num_requests, num_clients))
         server.baseline(20)
         assert server.http.get("/health").status_code == 200 and server.service.fault is None and watch in engine.observers
         assert not server.service._streams, "a stream is remembered"
     print(dict(run.seen), dict(steps))
     assert steps["preempted"] and run.seen["left in time"]
+    left = run.seen["left in time"] + run.seen["leaves a stream"]
+    assert run.seen["aborted"] >= .5 * left, f"of {left} requests that were left, {run.seen['aborted']} were ended; the others ran for nobody"
     assert all(run.seen[habit] for habit in HABITS)
 
 
