@@ -35,6 +35,9 @@ demo: $(SETUP)  ## answer eight prompts at once with the real 0.5B, in a pool to
 	  "Is 97 a prime number? Answer yes or no." \
 	  "Write a haiku about a full memory."
 
+serve: $(SETUP)  ## the OpenAI-compatible server at http://127.0.0.1:8000, with a page to watch it; Ctrl-C ends it
+	@$(BIN)/pico-vllm serve
+
 test: $(SETUP)  ## everything CI checks
 	@$(BIN)/pico-vllm weights
 	@$(BIN)/python tests/run_notebooks.py

@@ -8,7 +8,7 @@ __all__ = ['COLUMNS', 'poisson_arrivals', 'random_jobs', 'read_jobs', 'event_dat
            'table_row', 'load']
 
 # %% ../nbs/06d_load.ipynb #a919d559
-import asyncio, json, math, sys, time
+import asyncio, json, math, time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence as SequenceOf
 from dataclasses import dataclass, field

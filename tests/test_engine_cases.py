@@ -1,4 +1,5 @@
 """The failures of CASES.md that an engine without a server can have, by their numbers. After each the engine is as new."""
+import copy
 import math
 
 import pytest
@@ -7,6 +8,7 @@ from conftest import FakeModel, assert_baseline, assert_grows, drive, scripted_e
 
 from pico_vllm.detokenizer import Detokenizer
 from pico_vllm.engine import LLM, LLMEngine
+from pico_vllm.rope import RotaryEmbedding
 from pico_vllm.sampling import SamplingParams
 from pico_vllm.testing import assert_matches
 
@@ -423,3 +425,16 @@ def test_case_35(tiny, block_size):
             assert len(logits) == -(-n // chunk) + len(want) - 1, "not cut into these chunks"
             ref = torch.stack([tiny.logits_of((*prompt, *want[:k])) for k in range(len(want))])
             assert_matches(torch.cat(logits), ref, f"logits, prompt of {n}, chunks of {chunk}")
+
+
+# The model
+
+@pytest.mark.parametrize("convert", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.half().float()], ids=["to bfloat16", "half", "bfloat16", "half and back"])
+def test_a_converted_model_keeps_its_rotary_speeds(tiny, convert):
+    "`.to` and `.half` convert buffers too; a speed of eight bits is wrong by a radian after a thousand tokens."
+    model = convert(copy.deepcopy(tiny.model))
+    was, now = ([m.inv_freq for m in x.modules() if isinstance(m, RotaryEmbedding)] for x in (tiny.model, model))
+    assert was and len(was) == len(now)
+    assert all(a.dtype == b.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(was, now))
+    engine = LLMEngine.from_parts(model, tiny.tokenizer, num_blocks=16, block_size=4, max_model_len=64)
+    assert len(only(drive(engine, {"r": ([1, 2, 3], GREEDY)})["r"]).token_ids) == 4

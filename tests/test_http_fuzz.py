@@ -69,7 +69,7 @@ def test_requests_that_run(server, method, path):
 @pytest.mark.slow
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("method,path", PATHS[:4])
-def test_long(server, method, path, narrow): fuzz(server, method, path, 1500, narrow)
+def test_long(server, method, path, narrow): fuzz(server, method, path, 400, narrow)
 
 
 def test_any_json(server):

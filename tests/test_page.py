@@ -329,6 +329,7 @@ def test_phone(browser, site):
         browser.say("W" * 150)
         wait(lambda: browser.answers() == ["W" * 150])
         too_wide = browser.js("return [document.documentElement.scrollWidth, ...[...document.querySelectorAll('body *')].map(e => Math.ceil(e.getBoundingClientRect().right))].filter(w => w > 360)")
+        assert browser.js("const l = panes[0].log; return l.scrollWidth === l.clientWidth")
         assert too_wide == [] and browser.js("return innerWidth") == 360
     finally: browser.cdp("Emulation.clearDeviceMetricsOverride")
 
@@ -351,6 +352,23 @@ def test_light_and_dark(browser, site, scheme):
         assert dark == (scheme == "dark")
         wait(browser.idle)
     finally: browser.cdp("Emulation.setEmulatedMedia", features=[])
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["LF", "CRLF", "CR"])
+def test_reads_a_stream_cut_anywhere(browser, site, end):
+    browser.open(site[0])
+    text = end.join(["data: eins 🫠", "", ": a comment", "", "event: x", "data:zwei", "data: drei", "", "data: [DONE]", "", ""])
+    read = """const [text, size, done] = arguments, bytes = new TextEncoder().encode(text), seen = [];
+    const body = new ReadableStream({start(c) { for (let i = 0; i < bytes.length; i += size) c.enqueue(bytes.slice(i, i + size)); c.close(); }});
+    (async () => { for await (const data of events(new Response(body))) seen.push(data); done(seen); })()"""
+    for size in (1, 3, 1000): assert browser.driver.execute_async_script(read, text, size)[:2] == ["eins 🫠", "zwei\ndrei"]
+
+
+def test_half_an_answer_is_called_so(browser, site):
+    browser.open(site[0])
+    browser.js("""window.fetch = async () => new Response('data: {"id": "x", "choices": [{"delta": {"content": "half"}}]}\\n\\n')""")
+    browser.say("whole?")
+    assert "broke off" in wait(lambda: browser.text(".log .error")) and browser.answers() == ["half"]
 
 
 def test_asks_for_the_key(browser):

@@ -122,7 +122,7 @@ def test_load_takes_a_file_and_counts_what_fails(server, tmp_path):
 # Ending
 
 def test_sigterm_lets_a_stream_finish_and_refuses_new_work(tiny):
-    with started(tiny) as (url, process):
+    with started(tiny, "--drain-timeout", "120") as (url, process):
         answer = Answer(url).wait_for(5)
         process.send_signal(signal.SIGTERM)
         time.sleep(.2)

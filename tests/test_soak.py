@@ -9,21 +9,22 @@ from serving import Server, chat_tokenizer, engine_of, events, pieces
 
 from pico_vllm.sampling import SamplingParams
 
-MAX_MODEL_LEN = 64
+MAX_MODEL_LEN = 96
 MALFORMED = [b"", b"{", b"[]", b'{"model": "tiny"}', b'{"model": "tiny", "prompt": "x", "temperature": "hot"}', b'{"model": "tiny", "prompt": "x", "tools": [1]}', b'{"model": "none", "prompt": "x"}',
              b'{"model": "tiny", "prompt": ""}', b'{"model": "tiny", "prompt": "x", "max_tokens": 999}', b'{"model": "tiny", "prompt": [1, 999]}', b"\xff" * 99, b"[" * 999]
 HABITS = {"whole": 5, "stream": 5, "slow reader": 3, "leaves a stream": 4, "leaves a whole": 4, "malformed": 2, "half a body": 1}
+LEAVERS = {4: "leaves a stream", 5: "leaves a whole"}  # by their n, which nobody else has
 
 
 class Soak:
-    def __init__(self, server, fake, seed): self.server, self.fake, self.seed, self.seen = server, fake, seed, Counter()
+    def __init__(self, server, fake, seed): self.server, self.fake, self.seed, self.seen, self.left = server, fake, seed, Counter(), {}
 
     def request(self, rng):
         "A random request: path, body, and what it must give: [(text, finish_reason)] and usage."
         tokenizer, chat = self.server.engine.tokenizer, rng.random() < .3
         text = "".join(rng.choices("abc xyz", k=rng.randrange(1, 20)))
         ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False) if chat else tokenizer.encode(text)
-        sampling = {"n": rng.choice([1, 1, 1, 2, 3]), "max_tokens": rng.randrange(1, MAX_MODEL_LEN - len(ids) + 1), "temperature": rng.choice([0, 0, 1, .7]), "seed": rng.randrange(100), "ignore_eos": rng.random() < .6,
+        sampling = {"n": rng.choice([1, 1, 1, 2, 3]), "max_tokens": rng.randrange(1, min(40, MAX_MODEL_LEN - len(ids)) + 1), "temperature": rng.choice([0, 0, 1, .7]), "seed": rng.randrange(100), "ignore_eos": rng.random() < .6,
                     "top_p": rng.choice([1, 1, .8]), "repetition_penalty": rng.choice([1, 1, 1.3]), "stop": rng.choice([None, [tokenizer.decode([rng.randrange(66, 76), rng.randrange(66, 76)]) for _ in range(2)]])}
         try: sampling["stop"] and [s.encode() for s in sampling["stop"]]
         except UnicodeEncodeError: sampling["stop"] = None
@@ -33,9 +34,14 @@ class Soak:
         logprobs = ({"logprobs": True, "top_logprobs": 20} if chat else {"logprobs": 20}) if rng.random() < .3 else {}
         return f"/v1/{'chat/' * chat}completions", {"model": "tiny", **prompt, **sampling, **logprobs}, [(w[2], w[1]) for w in want], usage
 
-    def long(self, body):
-        "The same, but it would go on and on if nobody ended it."
-        return {k: v for k, v in body.items() if k != "stop"} | {"n": 2, "max_tokens": MAX_MODEL_LEN - 40, "ignore_eos": True}
+    def long(self, body, n):
+        "The same, but it would go on and on if nobody ended it; n says whose it was."
+        return {k: v for k, v in body.items() if k != "stop"} | {"n": n, "max_tokens": MAX_MODEL_LEN - 40, "ignore_eos": True}
+
+    def listen(self, event, request_id, n=None, **data):
+        "In the engine's thread: what becomes of the requests of those who leave."
+        if event == "added" and n in LEAVERS: self.left[request_id] = n
+        if event in ("added", "aborted") and request_id in self.left: self.seen[f"{event}, {LEAVERS[self.left[request_id]]}"] += 1
 
     async def client(self, http, i):
         rng = random.Random(self.seed * 100_000 + i)
@@ -55,14 +61,14 @@ class Soak:
             chunks = events(httpx.Response(r.status_code, headers={"content-type": r.headers["content-type"]}, content=got))
             assert chunks[-1]["usage"] == usage and [pieces(chunks, j) for j in range(body["n"])] == want, (i, body, want)
         elif habit == "leaves a stream":
-            stay, body = rng.randrange(6), self.long(body)
+            stay, body = rng.randrange(6), self.long(body, 4)
             async with http.stream("POST", path, json={**body, "stream": True}) as r:
                 if stay:
                     async for _ in r.aiter_lines():
                         stay -= 1
                         if not stay: break
         elif habit == "leaves a whole":
-            try: await asyncio.wait_for(http.post(path, json=self.long(body)), rng.random() * .3)
+            try: await asyncio.wait_for(http.post(path, json=self.long(body, 5)), rng.random() * .25)
             except TimeoutError: self.seen["left in time"] += 1
         elif habit == "malformed":
             r = await http.post(path, content=rng.choice(MALFORMED), headers={"Content-Type": "application/json"})
@@ -93,16 +99,16 @@ def soak(num_requests, num_clients, seed):
     with Server(engine, max_queue=200) as server:
         server.call(lambda engine: engine.observers.append(watch))
         run = Soak(server, fake, seed)
-        def listen(event, request_id, **data): run.seen[event] += 1
-        server.call(lambda engine: server.service.listeners.append(listen))
+        server.call(lambda engine: server.service.listeners.append(run.listen))
         asyncio.run(run.run(num_requests, num_clients))
         server.baseline(20)
         assert server.http.get("/health").status_code == 200 and server.service.fault is None and watch in engine.observers
         assert not server.service._streams, "a stream is remembered"
     print(dict(run.seen), dict(steps))
     assert steps["preempted"] and run.seen["left in time"]
-    left = run.seen["left in time"] + run.seen["leaves a stream"]
-    assert run.seen["aborted"] >= .5 * left, f"of {left} requests that were left, {run.seen['aborted']} were ended; the others ran for nobody"
+    for habit in LEAVERS.values():
+        added, aborted = (run.seen[f"{event}, {habit}"] for event in ("added", "aborted"))
+        assert added and aborted >= .6 * added, f"of {added} requests of a client that {habit}, {aborted} were ended; the others ran for nobody"
     assert all(run.seen[habit] for habit in HABITS)
 
 
