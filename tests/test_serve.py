@@ -211,6 +211,18 @@ def test_port_in_use_unknown_model_and_open_door(caplog):
     assert is_loopback("::1") and not is_loopback("0.0.0.0")
 
 
+def test_port_taken_while_the_weights_load(tiny, monkeypatch):
+    from typer.testing import CliRunner
+    from pico_vllm.cli import app
+    handler = signal.getsignal(signal.SIGINT)
+    with bind("127.0.0.1", 0) as first, bind("127.0.0.1", port := first.getsockname()[1]) as second:  # neither listens: both succeed
+        first.listen()
+        monkeypatch.setattr("pico_vllm.serve.bind", lambda host, port: second)
+        try: done = CliRunner().invoke(app, ["serve", tiny, "--port", str(port), "--num-blocks", "64"])
+        finally: signal.signal(signal.SIGINT, handler)
+    assert done.exit_code == 2 and done.stdout == "" and done.stderr.splitlines()[-1].startswith(f"error: port {port} on 127.0.0.1 is in use"), done.output
+
+
 def test_help_is_quick_and_shows_no_key():
     code = "import sys; from pico_vllm import serve\ntry: serve.main()\nfinally: print([m for m in ('torch', 'transformers', 'fastapi', 'httpx') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code, "serve", "--help"], capture_output=True, text=True, env={**os.environ, "PICO_VLLM_API_KEY": KEY})
