@@ -90,12 +90,13 @@ def build_app(
     api_key: str | None = None,
     max_body_bytes: int = 4 * 2**20,
     metrics_prefix: str = "pico_vllm",    # "vllm": its dashboards fit
+    allowed_hosts: SequenceOf[str] | None = None,  # names that a request may ask for; None: any
 ):  # -> a FastAPI app
     "The OpenAI-compatible API, `/metrics`, and the page at `/`."
     from pico_vllm.metrics import add_metrics  # torch and FastAPI load only now: --help stays quick
     from pico_vllm.page import add_page
     from pico_vllm.server import create_app
-    api = create_app(service, served_model_names, api_key, max_body_bytes)
+    api = create_app(service, served_model_names, api_key, max_body_bytes, allowed_hosts)
     add_metrics(api, service, served_model_names[0], metrics_prefix)
     add_page(api, service)
     return api
@@ -174,7 +175,8 @@ def serve(
                                         max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization, kv_cache_memory=kv_cache_memory, seed=seed))
         names = names or [describe_model(find_model(model)).name]
         service = SchedulerService(engine, max_queue)
-        api = build_app(service, names, api_key, int(max_body_mb * 2**20), metrics_prefix)
+        hosts = ["127.0.0.1", "localhost", "[::1]", host] if is_loopback(host) and api_key is None else None  # a web page's own name may point here: see `Guard`
+        api = build_app(service, names, api_key, int(max_body_mb * 2**20), metrics_prefix, hosts)
         ready = lambda: typer.echo(greeting(host, sock.getsockname()[1], names, bool(engine.tokenizer.chat_template), api_key is not None))
         config = uvicorn.Config(api, log_config=None, access_log=log_level in ("debug", "info"), lifespan="on", ws="none", timeout_graceful_shutdown=LINGER)
         try: Server(config, service, drain_timeout, ready).run([sock])

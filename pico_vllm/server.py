@@ -27,7 +27,7 @@ from .chat import encode, render_chat
 from .engine import RequestOutput
 from .protocol import APIError, ChatCompletionRequest, ChatCompletionResponse, ChunkMaker, CompletionRequest, CompletionResponse, DetokenizeRequest, ErrorResponse, TokenBytes, TokenizeRequest, full_response, invalid, refused
 from .sampling import SamplingParams
-from .service import EngineDeadError, SchedulerService, ServiceBusyError, ServiceClosedError, Stream
+from .service import EngineDeadError, RequestAbortedError, SchedulerService, ServiceBusyError, ServiceClosedError, Stream
 
 logger = logging.getLogger("pico_vllm")
 
@@ -118,39 +118,49 @@ def json_depth(body: bytes) -> int:
 
 # %% ../nbs/06_server.ipynb #577060ec
 class Guard:
-    "ASGI middleware, before anything reads the request: the API key, then the size and the depth of the body."
-    def __init__(self, app, api_key: str | None, max_body_bytes: int):
-        self.app, self.key, self.max_body_bytes = app, api_key.encode() if api_key else None, max_body_bytes
+    "ASGI middleware, before anything reads the request: which host was asked for, the API key, then type, size and depth of the body."
+    def __init__(self, app, api_key: str | None, max_body_bytes: int, allowed_hosts: SequenceOf[str] | None):
+        self.app, self.key, self.max_body_bytes, self.hosts = app, api_key.encode() if api_key else None, max_body_bytes, allowed_hosts and {h.lower() for h in allowed_hosts}
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http": return await self.app(scope, receive, send)
+        if scope["method"] == "HEAD" and scope["path"] in OPEN_PATHS: scope = {**scope, "method": "GET"}  # who looks whether we are there; the web server drops the body
         try: receive = await self._admit(scope, receive)
         except APIError as e: return await JSONResponse(e.body(), e.status, e.headers)(scope, receive, send)
         await self.app(scope, receive, send)
 
     async def _admit(self, scope, receive):
-        headers = dict(scope["headers"])
-        if self.key and scope["path"] not in OPEN_PATHS and not hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + self.key):
+        def header(name): return [value for key, value in scope["headers"] if key == name]
+        host = re.sub(r":\d+$", "", b"".join(header(b"host")).decode("latin-1")).lower()
+        if self.hosts and host not in self.hosts: raise APIError(403, f"this server does not answer for host {host!r}: ask for {' or '.join(sorted(self.hosts))}, or start it with an API key")
+        if self.key and scope["path"] not in OPEN_PATHS and not self._has_key(header(b"authorization")):
             raise APIError(401, "this server needs its API key: send 'Authorization: Bearer <key>'", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if scope["method"] in ("GET", "HEAD", "OPTIONS"): return receive
         body, too_large = b"", APIError(413, f"the body is larger than the {self.max_body_bytes} bytes that this server takes")
-        if int(headers.get(b"content-length", b"0")) > self.max_body_bytes: raise too_large
-        if scope["method"] in ("GET", "HEAD"): return receive
+        if int(b"".join(header(b"content-length")) or 0) > self.max_body_bytes: raise too_large
         while True:
             message = await receive()
             if message["type"] != "http.request": break
             body += message.get("body", b"")
             if len(body) > self.max_body_bytes: raise too_large
             if not message.get("more_body"): break
+        kind = b"".join(header(b"content-type")).decode("latin-1").partition(";")[0].strip().lower()
+        if body and kind != "application/json": raise APIError(415, f"the content type is {kind!r}: send 'Content-Type: application/json'")
         if body.count(b"[") + body.count(b"{") > MAX_DEPTH and json_depth(body) > MAX_DEPTH: raise APIError(400, f"the body nests deeper than {MAX_DEPTH} levels")
         first = [message if message["type"] != "http.request" else {"type": "http.request", "body": body, "more_body": False}]
         async def replay(): return first.pop() if first else await receive()
         return replay
+
+    def _has_key(self, sent: list[bytes]) -> bool:
+        scheme, _, key = b"".join(sent[:1]).partition(b" ")
+        return len(sent) == 1 and scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self.key)
 
 # %% ../nbs/06_server.ipynb #4564a165
 def as_api_error(e: Exception) -> APIError:
     "The answer that an exception of ours deserves."
     if isinstance(e, APIError): return e
     if isinstance(e, ServiceBusyError): return APIError(429, str(e), "rate_limit_error", code="rate_limit_exceeded", headers={"Retry-After": str(e.retry_after)})
+    if isinstance(e, RequestAbortedError): return APIError(500, str(e), "server_error", code="request_aborted")
     if isinstance(e, (ServiceClosedError, EngineDeadError)): return APIError(503, str(e), "server_error", code="engine_dead" if isinstance(e, EngineDeadError) else "shutting_down")
     logger.exception("a request ended with a fault", exc_info=e)
     return APIError(500, "the server had a fault with this request", "server_error")
@@ -161,22 +171,24 @@ def create_app(
     served_model_names: SequenceOf[str],   # ids that requests may name; the first is the one that answers carry when none is named
     api_key: str | None = None,            # None: nobody needs one
     max_body_bytes: int = 4 * 2**20,
+    allowed_hosts: SequenceOf[str] | None = None,  # names that a request may ask for; None: any
 ) -> FastAPI:
     "The OpenAI-compatible API over a service."
     if not served_model_names or not all(served_model_names): raise ValueError("at least one served model name is needed, and none may be empty")
+    if api_key == "": raise ValueError("the API key is empty: give one, or None for no key")
     @asynccontextmanager
     async def lifespan(app):
         await service.start()
         yield
         await service.stop()
-    app = FastAPI(title="pico-vllm", version=pico_vllm.__version__, lifespan=lifespan, docs_url=None, redoc_url=None,  # their pages load from elsewhere
+    app = FastAPI(title="pico-vllm", version=pico_vllm.__version__, lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None,  # their pages load from elsewhere
                   responses={"default": {"model": ErrorResponse, "description": "What went wrong, in OpenAI's shape."}})
     app.state.service = service
-    app.add_middleware(Guard, api_key=api_key, max_body_bytes=max_body_bytes)
+    app.add_middleware(Guard, api_key=api_key, max_body_bytes=max_body_bytes, allowed_hosts=allowed_hosts)
     names, created, tokens = list(served_model_names), int(time.time()), TokenBytes(service.engine.tokenizer)
 
     def answer_error(request, e): return JSONResponse((error := as_api_error(e)).body(), error.status, error.headers)
-    for kind in (APIError, ServiceBusyError, ServiceClosedError, EngineDeadError, Exception): app.add_exception_handler(kind, answer_error)
+    for kind in (APIError, ServiceBusyError, ServiceClosedError, RequestAbortedError, EngineDeadError, Exception): app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(RequestValidationError, lambda request, e: answer_error(request, invalid([{**error, "loc": error["loc"][1:]} for error in e.errors()])))  # without "body"
     app.add_exception_handler(HTTPException, lambda request, e: answer_error(request, APIError(e.status_code, f"{e.detail}: {request.method} {request.url.path}", headers=dict(e.headers or {}))))
 

@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from conftest import Fake, FakeModel, assert_baseline
+from conftest import FakeModel, assert_baseline
 
 from pico_vllm.engine import LLMEngine
 from pico_vllm.server import create_app

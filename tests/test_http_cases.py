@@ -5,9 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-import torch
-from conftest import FakeModel, ScriptedModel, Tiny
-from serving import GatedModel, Server, as_new, chat_tokenizer, engine_of, events, gated, pieces, server, wait_for
+from conftest import FakeModel, ScriptedModel
+from serving import GatedModel, Server, as_new, chat_tokenizer, engine_of, events, gated, pieces, server, wait_for  # as_new and server are fixtures
 
 from pico_vllm.sampling import SamplingParams
 
@@ -206,7 +205,7 @@ def test_case_12(server):
     for value in (21, -1, True): server.refused(server.chat(logprobs=True, top_logprobs=value), param="top_logprobs")
     for prompt in (None, 5, [1.5], [True], [[1], "x"], ["x", 1], {}, [-1], [260], [10**9], [10**30]): server.refused(server.complete(prompt))
     server.refused(server.http.get("/v1/nothing"), 404); server.refused(server.http.get("/v1/completions"), 405)
-    server.refused(server.http.post("/v1/completions", content=b"model=tiny", headers={"Content-Type": "application/x-www-form-urlencoded"}))
+    server.refused(server.http.post("/v1/completions", content=b"model=tiny", headers={"Content-Type": "application/x-www-form-urlencoded"}), 415, words=["application/json"])
 
 
 def test_case_12_size_and_depth(fake):
