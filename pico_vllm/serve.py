@@ -65,13 +65,15 @@ def bind(
     host: str,
     port: int,  # 0: any free one
 ) -> socket.socket:
-    "A socket with that address, on which nobody listens yet. Raises `ValueError` that says what to change."
+    "A listening socket with that address; who calls early waits. Raises `ValueError` that says what to change."
     if not 0 <= port <= 65535: raise ValueError(f"--port {port}: a port is a number from 0 (any free one) to 65535")
     try: family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as e: raise ValueError(f"--host {host!r} is no address: {e.strerror or e}; 127.0.0.1 is this machine alone, 0.0.0.0 everybody") from None
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of a server that has just ended is free
-    try: sock.bind(address)
+    try:
+        sock.bind(address)
+        sock.listen()  # only that makes it ours: two sockets may be bound to one port, one may listen
     except OSError as e:
         sock.close()
         if e.errno == errno.EADDRINUSE: raise port_in_use(host, port) from None
@@ -160,6 +162,7 @@ def serve(
     with one_line_errors():
         signal.signal(signal.SIGINT, leave_at_once)  # until the server stands
         setup_server_logging(log_level)
+        if api_key is None: api_key = os.environ.get("PICO_VLLM_API_KEY")  # set, but empty: a secret that did not arrive, and no reason to serve everybody
         api_key, names = check_key(api_key), served_model_name or []
         for name, value in {"--max-queue": max_queue, "--drain-timeout": drain_timeout}.items():
             if not 0 <= value < float("inf"): raise ValueError(f"{name} must be a finite number of at least 0, got {value}")
@@ -179,10 +182,7 @@ def serve(
         api = build_app(service, names, api_key, int(max_body_mb * 2**20), metrics_prefix, hosts)
         ready = lambda: typer.echo(greeting(host, sock.getsockname()[1], names, bool(engine.tokenizer.chat_template), api_key is not None))
         config = uvicorn.Config(api, log_config=None, access_log=log_level in ("debug", "info"), lifespan="on", ws="none", timeout_graceful_shutdown=LINGER)
-        try: Server(config, service, drain_timeout, ready).run([sock])
-        except OSError as e:  # bound by both, another was the first to listen
-            if e.errno == errno.EADDRINUSE: raise port_in_use(host, port) from None
-            raise
+        Server(config, service, drain_timeout, ready).run([sock])
 
 # %% ../nbs/06c_serve.ipynb #a0067bf0
 @contextmanager

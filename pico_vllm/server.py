@@ -8,9 +8,9 @@ __all__ = ['logger', 'OPEN_PATHS', 'MAX_DEPTH', 'in_background', 'merge', 'Strea
 
 # %% ../nbs/06_server.ipynb #c3cebaa4
 import asyncio, hmac, json, logging, re, threading, time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence as SequenceOf
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence as SequenceOf
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from inspect import isawaitable
 from itertools import accumulate
 from uuid import uuid4
 
@@ -86,9 +86,9 @@ async def sse_events(maker: ChunkMaker, streams: SequenceOf[Stream]) -> AsyncIte
     except Exception as e: yield event(as_api_error(e).body())
     yield {"data": "[DONE]"}
 
-async def asked(body, work: Awaitable):
-    "Await what checks a caller's words: its `ValueError` is theirs, a 400."
-    try: return await work
+async def asked(body, work: Callable, *args):
+    "Do what checks a caller's words: its `ValueError` is theirs, a 400."
+    try: return await result if isawaitable(result := work(*args)) else result
     except ValueError as e: raise refused(e, type(body).model_fields) from e
 
 # %% ../nbs/06_server.ipynb #c8ff130d
@@ -104,6 +104,7 @@ async def while_connected(request: Request, work) -> object:
         return task.result()
     finally:
         task.cancel(); watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)  # what they still had to say is heard, not logged
 
 # %% ../nbs/06_server.ipynb #4a1bdb8d
 OPEN_PATHS = {"/", "/health", "/version"}  # no key needed: nothing of anybody's is there
@@ -197,24 +198,16 @@ def create_app(
         if model is not None and model not in names: raise APIError(404, f"the model {model!r} is not served here; served: {', '.join(names)}", param="model", code="model_not_found")
         return model or names[0]
 
-    async def fit(prompt: str | list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
-        "For who did not say max_tokens: the default, or as many as there is room for."
-        token_ids = await service.in_front(encode, prompt) if isinstance(prompt, str) else prompt
-        return token_ids, replace(params, max_tokens=min(params.max_tokens, service.engine.admit(token_ids, replace(params, max_tokens=None))))
-
-    async def answer(request: Request, body, kind: str, response_id: str, prompts: list, params: SamplingParams, arrived: float):
+    async def answer(body, kind: str, prompts: list, arrived: float):
         "Queue the prompts, then answer in one piece or as a stream."
-        model, now, streams = named(body.model), int(time.time()), []
-        if len(prompts) * params.n > service.room: raise APIError(400, f"{len(prompts)} prompts of n={params.n} outputs are more than the {service.room} sequences that this server takes at once: send fewer", param="n" if len(prompts) == 1 else "prompt")
+        params, model, now, streams = body.sampling_params(), named(body.model), int(time.time()), []
+        response_id, fit = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid4().hex}", kind == "text" and ("max_tokens" not in body.model_fields_set or body.max_tokens is None)
         try:
-            for i, prompt in enumerate(prompts):
-                mine = params
-                if kind == "text" and ("max_tokens" not in body.model_fields_set or body.max_tokens is None): prompt, mine = await asked(body, fit(prompt, params))
-                streams.append(await asked(body, service.submit(prompt, mine, response_id if kind == "chat" else f"{response_id}-{i}", arrived)))
+            if len(prompts) > 1: await asked(body, service.check_room, len(prompts) * params.n)  # all of them, or none
+            for i, prompt in enumerate(prompts): streams.append(await asked(body, service.submit, prompt, params, response_id if kind == "chat" else f"{response_id}-{i}", arrived, fit))
             if body.stream: return StreamingAnswer(sse_events(ChunkMaker(kind, response_id, now, model, len(prompts), params.n, body.include_usage, params.logprobs, tokens), streams), streams)
             async def last(stream): return [output async for output in stream][-1]
-            async def all_of_them(): return [await last(stream) for stream in streams]
-            return full_response(kind, response_id, now, model, await while_connected(request, all_of_them()), params.logprobs, tokens)
+            return full_response(kind, response_id, now, model, [await last(stream) for stream in streams], params.logprobs, tokens)
         except BaseException:  # also a client that hangs up: its requests end
             for stream in streams: stream.close()
             raise
@@ -222,15 +215,12 @@ def create_app(
     @app.post("/v1/chat/completions", responses={200: {"model": ChatCompletionResponse, "content": {"text/event-stream": {}}}})
     async def chat_completions(request: Request, body: ChatCompletionRequest):
         "Answer a conversation."
-        arrived = time.perf_counter()
-        service.check_open(); named(body.model)
-        token_ids = await asked(body, service.in_front(render_chat, body.messages))
-        return await answer(request, body, "chat", f"chatcmpl-{uuid4().hex}", [token_ids], body.sampling_params(), arrived)
+        return await while_connected(request, answer(body, "chat", [lambda tokenizer: render_chat(tokenizer, body.messages)], time.perf_counter()))
 
     @app.post("/v1/completions", responses={200: {"model": CompletionResponse, "content": {"text/event-stream": {}}}})
     async def completions(request: Request, body: CompletionRequest):
         "Continue one or more prompts."
-        return await answer(request, body, "text", f"cmpl-{uuid4().hex}", body.prompts(), body.sampling_params(), time.perf_counter())
+        return await while_connected(request, answer(body, "text", body.prompts(), time.perf_counter()))
 
     def model_card(name: str) -> dict: return {"id": name, "object": "model", "created": created, "owned_by": "pico-vllm", "max_model_len": service.engine.max_model_len}
     @app.get("/v1/models")
@@ -250,7 +240,7 @@ def create_app(
     async def tokenize(body: TokenizeRequest) -> dict:
         "Token ids of a text or a conversation."
         named(body.model)
-        ids = await asked(body, service.in_front(encode, body.prompt, body.add_special_tokens is not False) if body.messages is None else service.in_front(render_chat, body.messages))
+        ids = await asked(body, service.in_front, *((encode, body.prompt, body.add_special_tokens is not False) if body.messages is None else (render_chat, body.messages)))
         return {"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids}
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict:

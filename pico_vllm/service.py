@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from .chat import encode
@@ -30,7 +30,7 @@ class Stream:
     After the collector of vLLM's `vllm/v1/engine/output_processor.py`.
     """
     def __init__(self, request_id: str, num_sequences: int, close: Callable[[str], None], arrived: float | None = None):
-        self.request_id, self.num_sequences, self._close = request_id, num_sequences, close
+        self.request_id, self.num_sequences, self._close = request_id, num_sequences, close  # num_sequences: not ended yet
         self.prompt_token_ids: list[int] = []
         self.arrived = arrived or time.perf_counter()
         self._latest: RequestOutput | Exception | None = None
@@ -96,6 +96,7 @@ class SchedulerService:
         self.listeners: list[Callable[..., None]] = []         # called as listener(event, request_id, **data) in the engine's thread: "added", "aborted"
         self._streams: dict[str, Stream] = {}                  # accepted and not ended, by request id
         self._leaving: set[str] = set()                        # aborted, and the engine does not know yet: their ids are still in use
+        self._lock = threading.Lock()                          # for these two together
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()   # calls for the engine's thread; None ends it
         self._calls: set[asyncio.Future] = set()               # of `call`, not yet answered
         self._ends: deque[float] = deque(maxlen=16)            # when the latest requests ended
@@ -158,26 +159,32 @@ class SchedulerService:
         if self.fault: raise EngineDeadError(f"the engine is dead after a fault ({type(self.fault).__name__}); its log says more") from self.fault
         if self.draining or not self._thread: raise ServiceClosedError("the server is shutting down" if self.draining else "the service was not started: use `async with service` or await service.start()")
 
+    def check_room(self, num_sequences: int) -> None:
+        "Raise where no request of that many sequences can be taken: `ValueError` where it never could, `ServiceBusyError` where it cannot now."
+        self.check_open()
+        if num_sequences > self.room: raise ValueError(f"{num_sequences} outputs (prompts times n) are more than the {self.room} sequences that this server takes at once: ask for fewer")
+        if self.num_unfinished + num_sequences > self.room:
+            raise ServiceBusyError(f"{self.num_unfinished} sequences run or wait, at most {self.room} may: try again later", self._retry_after())
+
     async def submit(self,
-        prompt: str | SequenceOf[int],  # text, or token ids
+        prompt: str | SequenceOf[int] | Callable,  # text, token ids, or a function of the tokenizer that gives token ids (in the tokenizer's thread)
         params: SamplingParams,
         request_id: str | None = None,
         arrived: float | None = None,   # `time.perf_counter()` when the caller asked; None: now
+        fit: bool = False,              # cut max_tokens to the room that the prompt leaves, for a caller who did not choose it
     ) -> Stream:
         "Queue a request. Raises `ValueError` for one that could never run, `ServiceBusyError` where too many wait; nothing is queued then."
-        self.check_open()
-        request_id, room = request_id or uuid4().hex, self.room
-        if request_id in self._streams or request_id in self._leaving: raise ValueError(f"request id {request_id!r} is in use")
-        if params.n > room: raise ValueError(f"n={params.n} is more than the {room} sequences that this server takes at once: ask for fewer")
-        if self.num_unfinished + params.n > room:
-            raise ServiceBusyError(f"{self.num_unfinished} sequences run or wait, at most {room} may: try again later", self._retry_after())
-        stream = self._streams[request_id] = Stream(request_id, params.n, self.abort, arrived)  # its seats are taken before the first await
-        try: stream.prompt_token_ids = await self.in_front(self._encode, prompt, params)
+        self.check_room(params.n)
+        request_id = request_id or uuid4().hex
+        with self._lock:
+            if request_id in self._streams or request_id in self._leaving: raise ValueError(f"request id {request_id!r} is in use")
+            stream = self._streams[request_id] = Stream(request_id, params.n, self.abort, arrived)  # its seats are taken before the first await
+        try: stream.prompt_token_ids, params = await self.in_front(self._encode, prompt, params, fit)
         except BaseException:
             if self._streams.get(request_id) is stream: del self._streams[request_id]
             raise
         if stream._ended: await anext(stream)  # it was aborted, or the service died or closed, meanwhile: raises what it was told
-        self._inbox.put(lambda: self._add(stream, prompt, params))
+        self._inbox.put(lambda: self._add(stream, params))
         return stream
 
     async def in_front(self, fn: Callable, *args):
@@ -213,11 +220,12 @@ class SchedulerService:
         ends = list(self._ends)
         return min(60, max(1, math.ceil((ends[-1] - ends[0]) / (len(ends) - 1)))) if len(ends) > 1 else 1
 
-    def _encode(self, tokenizer, prompt: str | SequenceOf[int], params: SamplingParams) -> list[int]:
+    def _encode(self, tokenizer, prompt: str | SequenceOf[int] | Callable, params: SamplingParams, fit: bool) -> tuple[list[int], SamplingParams]:
         "In the tokenizer's thread. `admit` reads only what never changes."
-        token_ids = encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = encode(tokenizer, prompt) if isinstance(prompt, str) else prompt(tokenizer) if callable(prompt) else list(prompt)
+        if fit: params = replace(params, max_tokens=min(params.max_tokens, self.engine.admit(token_ids, replace(params, max_tokens=None))))
         self.engine.admit(token_ids, params)
-        return token_ids
+        return token_ids, params
 
     # The engine's thread
 
@@ -253,7 +261,7 @@ class SchedulerService:
             for watchers in (self.observers, self.listeners):
                 if watcher in watchers: watchers.remove(watcher)
 
-    def _add(self, stream: Stream, prompt: str | SequenceOf[int], params: SamplingParams) -> None:
+    def _add(self, stream: Stream, params: SamplingParams) -> None:
         if self._streams.get(stream.request_id) is not stream: return  # it has hung up already
         try: self.engine.add_request(stream.request_id, {"prompt_token_ids": stream.prompt_token_ids}, params)
         except Exception as e: return self._post(lambda: self._refuse(stream, e))
@@ -277,7 +285,9 @@ class SchedulerService:
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            if stream: stream.put(output)
+            if stream:
+                stream.num_sequences = sum(c.finish_reason is None for c in output.outputs)  # the seats of those that ended are free
+                stream.put(output)
             if output.finished and self._streams.pop(output.request_id, None): self._ends.append(time.perf_counter())
 
     def _refuse(self, stream: Stream, why: Exception) -> None:

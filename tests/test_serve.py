@@ -143,7 +143,7 @@ def test_drain_timeout_tells_everybody_and_who_does_not_read_cannot_hold_it_up(t
         sleeper.connect((host, int(port)))
         answer, pool = Answer(url, 8000).wait_for(5), ThreadPoolExecutor(1)
         body = json.dumps({**answer.body, "logprobs": 20}).encode()  # much to read, by somebody who sleeps
-        sleeper.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        sleeper.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         queued = Answer(url, 8000)
         whole = pool.submit(httpx.post, url + "/v1/completions", json={**answer.body, "stream": False, "stream_options": None}, timeout=60)
         until(lambda: gauge(url, "pico_vllm:num_requests_running") == 2 and gauge(url, "pico_vllm:num_requests_waiting") == 2)
@@ -211,16 +211,17 @@ def test_port_in_use_unknown_model_and_open_door(caplog):
     assert is_loopback("::1") and not is_loopback("0.0.0.0")
 
 
-def test_port_taken_while_the_weights_load(tiny, monkeypatch):
-    from typer.testing import CliRunner
-    from pico_vllm.cli import app
-    handler = signal.getsignal(signal.SIGINT)
-    with bind("127.0.0.1", 0) as first, bind("127.0.0.1", port := first.getsockname()[1]) as second:  # neither listens: both succeed
-        first.listen()
-        monkeypatch.setattr("pico_vllm.serve.bind", lambda host, port: second)
-        try: done = CliRunner().invoke(app, ["serve", tiny, "--port", str(port), "--num-blocks", "64"])
-        finally: signal.signal(signal.SIGINT, handler)
-    assert done.exit_code == 2 and done.stdout == "" and done.stderr.splitlines()[-1].startswith(f"error: port {port} on 127.0.0.1 is in use"), done.output
+def test_a_port_is_taken_from_the_start():
+    with bind("127.0.0.1", 0) as first, pytest.raises(ValueError, match="is in use"): bind("127.0.0.1", first.getsockname()[1])  # though nobody serves there yet
+
+
+def test_a_key_that_did_not_arrive_is_no_open_server(tiny):
+    done = cli("serve", tiny, "--port", "0", PICO_VLLM_API_KEY="")
+    assert done.returncode == 2 and "not empty" in done.stderr
+
+
+def test_a_web_page_with_a_name_of_its_own_is_refused(tiny):
+    with started(tiny) as (url, _): assert [httpx.get(url + path, headers={"Host": host}).status_code for path in ("/v1/models", "/live") for host in ("evil.example",)] == [403, 403]
 
 
 def test_help_is_quick_and_shows_no_key():
