@@ -16,7 +16,12 @@ def held_back(
     stop: SequenceOf[str],  # none of them is contained in the text
 ) -> int:  # characters
     "How many characters at the end of the text could be the beginning of a stop string."
-    return max((n for s in stop for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0)
+    most = 0
+    for s in stop:
+        at = text.find(s[0], max(0, len(text) - len(s) + 1))  # only where its first character stands, so that long stop strings cost little
+        while at >= 0 and not s.startswith(text[at:]): at = text.find(s[0], at + 1)
+        if at >= 0: most = max(most, len(text) - at)
+    return most
 
 # %% ../nbs/04d_detokenizer.ipynb #e6b28425
 MAX_HELD = 32  # tokens; of valid text, one character is never so many

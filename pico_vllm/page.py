@@ -127,5 +127,5 @@ def add_page(
     async def live() -> EventSourceResponse:
         leaving = anyio.Event()
         events = ({"data": message} async for message in feed.messages(leaving))
-        return EventSourceResponse(events, sep="\n", ping=0, shutdown_event=leaving, shutdown_grace_period=10**9)  # it ends by itself, when the last answer has
+        return EventSourceResponse(events, sep="\n", ping=feed.heartbeat, shutdown_event=leaving, shutdown_grace_period=10**9)  # it ends by itself, when the last answer has
     return feed

@@ -123,9 +123,21 @@ class GenerationRequest(Strict):
     stop_token_ids: _checked(list, {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": MOST["stop_token_ids"]}) = None
     ignore_eos: bool | None = False
     include_stop_str_in_output: bool | None = False
+    # vLLM's that we lack: many clients send their neutral values
+    skip_special_tokens: _only(True) = None
+    spaces_between_special_tokens: _only(True) = None
+    add_special_tokens: _only() = None
+    use_beam_search: _only(False) = None
+    length_penalty: _only(1, 1.0) = None
+    priority: _only(0) = None
+    prompt_logprobs: _only() = None
+    truncate_prompt_tokens: _only() = None
+    allowed_token_ids: _only() = None
+    bad_words: _only([]) = None
+    structured_outputs: _only() = None
     # harmless: they ask for nothing that would change the answer
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = Field(None, max_length=16)  # OpenAI's limit
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -200,6 +212,9 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     parallel_tool_calls: bool | None = None  # harmless without tools
+    add_generation_prompt: _only(True) = None
+    continue_final_message: _only(False) = None
+    chat_template_kwargs: _only({}) = None
     tools: _only([]) = None
     tool_choice: _only("none") = None
     functions: _only([]) = None

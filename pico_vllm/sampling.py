@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from numbers import Integral, Real
 
@@ -196,6 +197,12 @@ class RowState:
     @property
     def num_output_tokens(self) -> int: return len(self.token_ids) - self.num_prompt_tokens
 
+    @cached_property
+    def bias(self) -> tuple[Tensor, Tensor]:
+        "`logit_bias` as (ids, values), made once and not at each token."
+        ids, values = zip(*self.params.logit_bias)
+        return torch.tensor(ids), torch.tensor(values, dtype=torch.float32)
+
     def edits_scores(self) -> bool:
         "Whether this row's scores change before the choice."
         p = self.params
@@ -216,9 +223,11 @@ def edit_scores(
     def number(x): return torch.tensor([x], dtype=torch.float32)
     banned = [at(i, (*eos_token_ids, *r.params.stop_token_ids)) for i, r in enumerate(rows) if r.num_output_tokens < r.params.min_tokens]
     if banned: flat[torch.cat(banned).to(device)] = -math.inf
-    bias = [(at(i, [t]), number(b)) for i, r in enumerate(rows) for t, b in r.params.logit_bias]
-    if bias:
-        index, values = gather(bias)
+    biased = [(i, r) for i, r in enumerate(rows) if r.params.logit_bias]
+    if biased:
+        keep = [r.bias[0] < num_ids for _, r in biased]
+        index = torch.cat([i * num_ids + r.bias[0][k] for (i, r), k in zip(biased, keep)]).to(device)
+        values = torch.cat([r.bias[1][k] for (_, r), k in zip(biased, keep)]).to(device)
         flat[index] += values  # no index twice: ids are unique within a row
     repeated = [(at(i, r.token_ids), number(r.params.repetition_penalty)) for i, r in enumerate(rows) if r.params.repetition_penalty != 1]
     if repeated:

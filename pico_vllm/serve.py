@@ -273,7 +273,7 @@ class Talk:
             if line.strip(): yield line.strip()
 
     def note(self, text: str) -> None:
-        if self.live: self.console.print(text, style="dim", markup=False)
+        if self.live: self.console.print(text.translate(UNSAFE), style="dim", markup=False)
 
     def show(self, text: str) -> None: self.console.out(text.translate(UNSAFE), end="") if self.live else typer.echo(text, nl=False)
 

@@ -4,14 +4,13 @@
 
 # %% auto #0
 __all__ = ['logger', 'OPEN_PATHS', 'MAX_DEPTH', 'in_background', 'merge', 'StreamingAnswer', 'sse_events', 'asked',
-           'while_connected', 'json_depth', 'Guard', 'as_api_error', 'create_app']
+           'while_connected', 'nests_deeper', 'Guard', 'as_api_error', 'create_app']
 
 # %% ../nbs/06_server.ipynb #c3cebaa4
 import asyncio, hmac, json, logging, re, threading, time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence as SequenceOf
 from contextlib import asynccontextmanager, contextmanager
 from inspect import isawaitable
-from itertools import accumulate
 from uuid import uuid4
 
 import anyio
@@ -109,13 +108,17 @@ async def while_connected(request: Request, work) -> object:
 # %% ../nbs/06_server.ipynb #4a1bdb8d
 OPEN_PATHS = {"/", "/health", "/version"}  # no key needed: nothing of anybody's is there
 MAX_DEPTH = 64                             # of a JSON body
-_STRING, _STEPS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL), {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}  # possessive: linear, whatever comes
-_NO_BRACKETS = bytes(set(range(256)) - _STEPS.keys())
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # possessive: linear, whatever comes
+_SQUARE, _NO_BRACKETS = bytes.maketrans(b"{}", b"[]"), bytes(set(range(256)) - set(b"[]{}"))
 
-def json_depth(body: bytes) -> int:
-    "How deep brackets are nested, outside of strings."
-    brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
-    return max(accumulate(map(_STEPS.__getitem__, brackets)), default=0)
+def nests_deeper(body: bytes, limit: int) -> bool:
+    "Whether brackets are nested deeper than that, outside of strings."
+    brackets = _STRING.sub(b"", body).translate(_SQUARE, _NO_BRACKETS)
+    for level in range(limit):
+        if b"[" not in brackets: return False
+        if (inner := brackets.replace(b"[]", b"")) == brackets: return level + brackets.count(b"[") > limit  # what is left is not balanced, and no JSON
+        brackets = inner  # one level less, everywhere
+    return b"[" in brackets
 
 # %% ../nbs/06_server.ipynb #577060ec
 class Guard:
@@ -147,7 +150,7 @@ class Guard:
             if not message.get("more_body"): break
         kind = b"".join(header(b"content-type")).decode("latin-1").partition(";")[0].strip().lower()
         if body and kind != "application/json": raise APIError(415, f"the content type is {kind!r}: send 'Content-Type: application/json'")
-        if body.count(b"[") + body.count(b"{") > MAX_DEPTH and json_depth(body) > MAX_DEPTH: raise APIError(400, f"the body nests deeper than {MAX_DEPTH} levels")
+        if nests_deeper(body, MAX_DEPTH): raise APIError(400, f"the body nests deeper than {MAX_DEPTH} levels")
         first = [message if message["type"] != "http.request" else {"type": "http.request", "body": body, "more_body": False}]
         async def replay(): return first.pop() if first else await receive()
         return replay
@@ -161,7 +164,7 @@ def as_api_error(e: Exception) -> APIError:
     "The answer that an exception of ours deserves."
     if isinstance(e, APIError): return e
     if isinstance(e, ServiceBusyError): return APIError(429, str(e), "rate_limit_error", code="rate_limit_exceeded", headers={"Retry-After": str(e.retry_after)})
-    if isinstance(e, RequestAbortedError): return APIError(500, str(e), "server_error", code="request_aborted")
+    if isinstance(e, RequestAbortedError): return APIError(499, str(e), code="request_aborted")  # not a 5xx: clients repeat those
     if isinstance(e, (ServiceClosedError, EngineDeadError)): return APIError(503, str(e), "server_error", code="engine_dead" if isinstance(e, EngineDeadError) else "shutting_down")
     logger.exception("a request ended with a fault", exc_info=e)
     return APIError(500, "the server had a fault with this request", "server_error")

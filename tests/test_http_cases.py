@@ -119,7 +119,9 @@ def test_case_6_fields(server):
                         "modalities": ["text", "audio"], "audio": {"voice": "alloy", "format": "mp3"}, "prediction": {"type": "content", "content": "x"}, "web_search_options": {}, "verbosity": "low"}.items():
         assert server.refused(server.chat(**{name: value}), param=name)["code"] == "not_implemented"
     for name, value in {"echo": True, "best_of": 3, "suffix": "x"}.items(): server.refused(server.complete(**{name: value}), param=name)
-    for name in ("max_token", "guided_json", "use_beam_search", "temprature"): assert server.refused(server.complete(**{name: 1}), param=name)["code"] == "unknown_field"
+    assert server.complete(max_tokens=2, temperature=0, skip_special_tokens=True, use_beam_search=False, length_penalty=1.0).status_code == 200  # what vLLM's clients send and mean nothing by
+    for name, value in {"skip_special_tokens": False, "use_beam_search": True}.items(): assert server.refused(server.complete(**{name: value}), param=name)["code"] == "not_implemented"
+    for name in ("max_token", "guided_json", "n_best", "temprature"): assert server.refused(server.complete(**{name: 1}), param=name)["code"] == "unknown_field"
     with pytest.raises(openai.BadRequestError) as e: server.client.chat.completions.create(model="tiny", messages=HI, response_format={"type": "json_object"})
     assert e.value.param == "response_format" and e.value.code == "not_implemented"
 
