@@ -126,7 +126,6 @@ class GenerationRequest(Strict):
     # vLLM's that we lack: many clients send their neutral values
     skip_special_tokens: _only(True) = None
     spaces_between_special_tokens: _only(True) = None
-    add_special_tokens: _only() = None
     use_beam_search: _only(False) = None
     length_penalty: _only(1, 1.0) = None
     priority: _only(0) = None
@@ -188,6 +187,7 @@ class CompletionRequest(GenerationRequest):
     best_of: _only(1) = None
     echo: _only(False) = None
     suffix: _only("") = None
+    add_special_tokens: _only(True) = None
 
     def prompts(self) -> list[str | list[int]]:
         "One or more: texts or token ids."
@@ -212,6 +212,7 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     parallel_tool_calls: bool | None = None  # harmless without tools
+    add_special_tokens: _only(False) = None
     add_generation_prompt: _only(True) = None
     continue_final_message: _only(False) = None
     chat_template_kwargs: _only({}) = None

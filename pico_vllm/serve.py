@@ -8,7 +8,7 @@ __all__ = ['logger', 'LINGER', 'LEVELS', 'UNSAFE', 'Server', 'port_in_use', 'bin
            'main']
 
 # %% ../nbs/06c_serve.ipynb #55c931a2
-import asyncio, errno, ipaddress, json, logging, os, shlex, signal, socket, subprocess, sys
+import asyncio, errno, gc, ipaddress, json, logging, os, shlex, signal, socket, subprocess, sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence as SequenceOf
 from contextlib import contextmanager
 from tempfile import TemporaryFile
@@ -182,6 +182,7 @@ def serve(
         api = build_app(service, names, api_key, int(max_body_mb * 2**20), metrics_prefix, hosts)
         ready = lambda: typer.echo(greeting(host, sock.getsockname()[1], names, bool(engine.tokenizer.chat_template), api_key is not None))
         config = uvicorn.Config(api, log_config=None, access_log=log_level in ("debug", "info"), lifespan="on", ws="none", timeout_graceful_shutdown=LINGER)
+        gc.collect(); gc.freeze()  # what is there stays: a collection that walked the libraries' objects again would stop everybody for a fifth of a second
         Server(config, service, drain_timeout, ready).run([sock])
 
 # %% ../nbs/06c_serve.ipynb #a0067bf0

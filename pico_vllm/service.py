@@ -131,7 +131,7 @@ class SchedulerService:
         if not self._thread: return
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
-        for future in list(self._calls): future.set_exception(ServiceClosedError("the service has stopped"))
+        for future in list(self._calls): future.done() or future.set_exception(ServiceClosedError("the service has stopped"))
         self._front_open = False
         self._front.shutdown(wait=False, cancel_futures=True)
         self._thread = None
@@ -196,9 +196,10 @@ class SchedulerService:
 
     def abort(self, request_id: str) -> None:
         "End a request wherever it stands; its blocks are free before the next step, and who reads its stream is told. Any thread; unknown or finished ids are fine."
-        stream = self._streams.pop(request_id, None)
-        if stream is None: return
-        self._leaving.add(request_id)
+        with self._lock:  # the id is never free in between
+            stream = self._streams.pop(request_id, None)
+            if stream is None: return
+            self._leaving.add(request_id)
         self._post(lambda: stream.put(RequestAbortedError(f"request {request_id!r} was aborted")))
         self._inbox.put(lambda: self._abort(request_id))
 

@@ -8,7 +8,7 @@ from serving import GatedModel, engine_of
 
 from pico_vllm.sampling import SamplingParams
 from pico_vllm.server import create_app, in_background
-from pico_vllm.service import EngineDeadError, RequestAbortedError, SchedulerService, ServiceClosedError
+from pico_vllm.service import EngineDeadError, RequestAbortedError, SchedulerService, ServiceBusyError, ServiceClosedError
 
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
@@ -87,6 +87,48 @@ def test_a_stop_is_told_to_who_waits_for_the_tokenizer(fake):
         with pytest.raises(ServiceClosedError): await service.in_front(len)
         with pytest.raises(ServiceClosedError): await service.start()
         assert_baseline(service.engine)
+    run(main)
+
+
+def test_several_stops_with_calls_behind(fake):
+    async def main():
+        service = SchedulerService(engine_of(fake.model))
+        await service.start()
+        answered = asyncio.ensure_future(service.call(lambda engine: time.sleep(0.05)))
+        await asyncio.sleep(0.01)
+        stops = [asyncio.ensure_future(service.stop()) for _ in range(3)]
+        await asyncio.sleep(0)
+        late = [asyncio.ensure_future(service.call(lambda engine: None)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        late[0].cancel()
+        for result in await asyncio.gather(answered, *stops, *late, return_exceptions=True): assert isinstance(result, (type(None), ServiceClosedError, asyncio.CancelledError)), result
+        assert service._thread is None and not service._front_open
+    for _ in range(20): run(main)
+
+
+def test_a_full_house_is_told_before_the_tokenizer_is_asked(fake):
+    async def main():
+        async with SchedulerService(engine_of(fake.model, max_num_seqs=1), max_queue=0) as service:
+            first = await service.submit("x", LONG)
+            busy = asyncio.ensure_future(service.in_front(lambda tokenizer: time.sleep(1)))
+            start = time.perf_counter()
+            with pytest.raises(ServiceBusyError): await service.submit(lambda tokenizer: [70], LONG)
+            assert time.perf_counter() - start < 0.5
+            first.close()
+            await busy
+    run(main)
+
+
+def test_seats_of_outputs_that_ended_are_free():
+    model = GatedModel(eos_token_ids=(0, 1))
+    model.gate.set()
+    async def main():
+        async with SchedulerService(engine_of(model)) as service:
+            stream, taken = await service.submit("x", SamplingParams(n=8, seed=1, temperature=1, max_tokens=100)), []
+            async for output in stream:
+                taken.append(service.num_unfinished)
+                assert service.num_unfinished <= sum(c.finish_reason is None for c in output.outputs) or output.finished
+            assert len(set(taken)) > 2, taken
     run(main)
 
 
