@@ -24,7 +24,6 @@ weights: $(SETUP)  ## show which weights are used, and fetch them
 	@$(BIN)/pico-vllm weights
 
 demo: $(SETUP)  ## answer eight prompts at once with the real 0.5B, in a pool too small for all of them, and watch
-	@$(BIN)/pico-vllm weights
 	@$(BIN)/pico-vllm generate --chat --max-tokens 96 --max-num-seqs 6 --num-blocks 28 --max-num-batched-tokens 128 \
 	  "In two sentences: why does an LLM server keep a KV cache?" \
 	  "Write a Python function that returns the n-th Fibonacci number." \

@@ -407,4 +407,6 @@ class LLM:
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         return self.generate([render_chat(self.engine.tokenizer, c) for c in conversations], sampling_params, use_tqdm)
 
+    def get_tokenizer(self) -> PreTrainedTokenizerBase: return self.engine.tokenizer
+
     def __repr__(self) -> str: return f"LLM({self.engine.model.config.architecture}, {self.engine.kv_cache})"

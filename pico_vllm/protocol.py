@@ -103,7 +103,7 @@ _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 
 class GenerationRequest(Strict):
     "What both kinds of request have. Names and defaults as OpenAI's, then vLLM's extra fields."
-    model: str
+    model: str | None = None  # null: the one that is served
     stream: bool | None = False
     stream_options: Annotated[StreamOptions | None, WithJsonSchema({"anyOf": [StreamOptions.model_json_schema(), {"type": "null"}]})] = None
     n: int | None = Field(1, ge=1, le=128)

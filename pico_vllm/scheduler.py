@@ -84,7 +84,7 @@ class Scheduler:
         n, limit, manager = num_prompt_tokens, self.max_model_len, self.block_manager
         room = manager.num_blocks * manager.block_size - n + 1  # the last token's K/V is never written
         if n < 1: raise ValueError("the prompt has 0 tokens, at least 1 is needed")
-        if n >= limit: raise ValueError(f"the prompt has {n} tokens, max_model_len={limit} leaves room for at most {limit - 1} and one output token: shorten it or raise max_model_len")
+        if n >= limit: raise ValueError(f"the prompt has {n} tokens, max_model_len={limit} leaves room for at most {limit - 1} and one output token: shorten it or raise max_model_len, and num_blocks if that is all the pool holds")
         if max_tokens is not None and max_tokens < 1: raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         if max_tokens is not None and n + max_tokens > limit:
             raise ValueError(f"the prompt has {n} tokens and max_tokens={max_tokens} asks for {n + max_tokens} in all, max_model_len={limit}: ask for at most {limit - n} output tokens")

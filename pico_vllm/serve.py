@@ -49,7 +49,7 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         running = self.service.num_unfinished
-        if running: logger.warning("stopping: %d running answers have %g s to finish, new requests are refused; Ctrl-C leaves at once", running, self.drain_timeout)
+        if running: logger.warning("stopping: new requests are refused, those that run (%d) have %g s to finish; Ctrl-C leaves at once", running, self.drain_timeout)
         try:
             await self.service.drain(self.drain_timeout)
             deadline = self._loop.time() + LINGER
@@ -290,6 +290,7 @@ class Talk:
         "Until the user leaves. Through a pipe a failure ends it; in a terminal it is told."
         for line in self.lines():
             if line == "/quit": return
+            if line.startswith("/") and line[1:].isalpha() and line != "/reset": self.note(f"{line} is no command; there are /reset and /quit"); continue
             if line == "/reset": self.messages = list(self.start); self.note("a new conversation"); continue
             self.messages.append({"role": "user", "content": line})
             got: list[str] = []

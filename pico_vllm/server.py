@@ -138,7 +138,7 @@ class Guard:
         host = re.sub(r":\d+$", "", b"".join(header(b"host")).decode("latin-1")).lower()
         if self.hosts and host not in self.hosts: raise APIError(403, f"this server does not answer for host {host!r}: ask for {' or '.join(sorted(self.hosts))}, or start it with an API key")
         if self.key and scope["path"] not in OPEN_PATHS and not self._has_key(header(b"authorization")):
-            raise APIError(401, "this server needs its API key: send 'Authorization: Bearer <key>'", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            raise APIError(401, "this is not the API key of this server" if header(b"authorization") else "this server needs its API key: send 'Authorization: Bearer <key>'", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if scope["method"] in ("GET", "HEAD", "OPTIONS"): return receive
         body, too_large = b"", APIError(413, f"the body is larger than the {self.max_body_bytes} bytes that this server takes")
         if int(b"".join(header(b"content-length")) or 0) > self.max_body_bytes: raise too_large
