@@ -25,6 +25,7 @@ from .chat import render_chat
 from .checkpoints import resolve_model
 from .detokenizer import Detokenizer
 from .model import Decoder, load_model
+from .packed import pack_linears
 from .runner import ModelRunner
 from .sampling import Logprob, NoTokenError, RowState, Sampler, SamplingParams, SeedSource
 from .scheduler import Scheduler, SchedulerOutput
@@ -183,7 +184,10 @@ class LLMEngine:
     def __init__(self, config: EngineConfig):
         device = pick_device(config.device)  # cheap mistakes are told before the weights are touched
         folder = resolve_model(config.model)
-        self._setup(config, load_model(folder, DTYPES.get(config.dtype), device), AutoTokenizer.from_pretrained(folder))
+        model = load_model(folder, DTYPES.get(config.dtype), device)
+        packed = pack_linears(model)  # nobody else holds these weights
+        if packed: logger.info("%d linear layers packed in the processor's order", packed)
+        self._setup(config, model, AutoTokenizer.from_pretrained(folder))
 
     @classmethod
     def from_parts(cls,
