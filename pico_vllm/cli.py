@@ -202,7 +202,7 @@ def generate(
     num_blocks: Annotated[Optional[int], typer.Option(help="Blocks in the pool; default: from memory.")] = None,
     max_model_len: Annotated[Optional[int], typer.Option(help="Tokens of prompt and output together, at most.")] = None,
     max_num_seqs: Annotated[Optional[int], typer.Option(help="Prompts that run at once; others wait. Default: 64.")] = None,
-    max_num_batched_tokens: Annotated[Optional[int], typer.Option(help="Tokens computed in one step, over all prompts; a longer prompt is cut. Default: 2048.")] = None,
+    max_num_batched_tokens: Annotated[Optional[int], typer.Option(help="Tokens computed in one step; fewer keep streams steady beside a long prompt.")] = None,
     show_blocks: Annotated[bool, typer.Option("--show-blocks", help="Show each block table as it grew.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt on standard output.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the engine made of the options.")] = False,

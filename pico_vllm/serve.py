@@ -152,7 +152,7 @@ def serve(
     num_blocks: Annotated[Optional[int], typer.Option(help="Blocks in the pool; default: from memory.")] = None,
     max_model_len: Annotated[Optional[int], typer.Option(help="Tokens of prompt and output together, at most.")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.")] = 2048,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens computed in one step; fewer keep streams steady beside a long prompt.")] = 2048,
     gpu_memory_utilization: Annotated[Optional[float], typer.Option(help="Share of the GPU's memory to use; default 0.9. CUDA only.")] = None,
     kv_cache_memory: Annotated[Optional[int], typer.Option(help="Bytes for K/V; default on the CPU: a quarter of what is free, at most 1 GiB.")] = None,
     seed: Annotated[Optional[int], typer.Option(help="Makes requests that bring no seed reproducible.")] = None,
@@ -301,7 +301,7 @@ class Talk:
             except (ValueError, RuntimeError) as e:
                 del self.messages[-1]
                 if not self.live: raise ValueError(str(e)) from None
-                self.note(("\n" if "".join(got) else "") + f"error: {e}"); continue
+                self.note(("\n" if "".join(got) else "") + f"error: {e}" + ("; /reset begins a new conversation" if "max_model_len" in str(e) else "")); continue
             self.show("\n")
             if reason != "stop": self.note(f"({reason})")
             self.messages += [{"role": "assistant", "content": "".join(got)}] if "".join(got) else []
