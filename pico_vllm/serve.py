@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['logger', 'LINGER', 'LEVELS', 'UNSAFE', 'Server', 'port_in_use', 'bind', 'is_loopback', 'build_app', 'greeting',
-           'setup_server_logging', 'check_key', 'serve', 'served', 'remote_answer', 'local_answer', 'Talk', 'chat',
-           'main']
+           'setup_server_logging', 'check_key', 'load_engine', 'serve', 'served', 'remote_answer', 'local_answer',
+           'Talk', 'chat', 'main']
 
 # %% ../nbs/06c_serve.ipynb #55c931a2
 import asyncio, errno, gc, ipaddress, json, logging, os, shlex, signal, socket, subprocess, sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from tempfile import TemporaryFile
 from typing import Annotated, Optional
@@ -135,6 +136,12 @@ def check_key(key: str | None) -> str | None:
     return key
 
 # %% ../nbs/06c_serve.ipynb #52c9ae97
+def load_engine(config):  # an `EngineConfig` -> an `LLMEngine`
+    "The engine, loaded in a thread that ends, so that OpenMP keeps no workers for a thread that will not compute."
+    from pico_vllm.engine import LLMEngine
+    with ThreadPoolExecutor(1) as loader: return loader.submit(LLMEngine, config).result()
+
+# %% ../nbs/06c_serve.ipynb #b447ada5
 @app.command()
 def serve(
     model: Annotated[Optional[str], typer.Argument(help="Hub id or local folder; default: PICO_VLLM_MODEL, else the default model.")] = None,
@@ -172,10 +179,10 @@ def serve(
         sock = bind(host, port)
         if not is_loopback(host) and api_key is None: logger.warning("warning: %s can be reached from other machines, and no API key is set: anybody there may use this model. Set PICO_VLLM_API_KEY, or leave out --host", host)
         from pico_vllm.checkpoints import describe_model, find_model  # torch and transformers load only now: --help stays quick
-        from pico_vllm.engine import EngineConfig, LLMEngine
+        from pico_vllm.engine import EngineConfig
         from pico_vllm.service import SchedulerService
-        engine = LLMEngine(EngineConfig(model=model, dtype=dtype, device=device, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-                                        max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization, kv_cache_memory=kv_cache_memory, seed=seed))
+        engine = load_engine(EngineConfig(model=model, dtype=dtype, device=device, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+                                          max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization, kv_cache_memory=kv_cache_memory, seed=seed))
         names = names or [describe_model(find_model(model)).name]
         service = SchedulerService(engine, max_queue)
         hosts = ["127.0.0.1", "localhost", "[::1]", host] if is_loopback(host) and api_key is None else None  # a web page's own name may point here: see `Guard`
@@ -332,11 +339,11 @@ def chat(
             talk, end = Talk(lambda messages: remote_answer(client, messages, {"model": name, **given}), system), client.aclose
         else:
             signal.signal(signal.SIGINT, leave_at_once)  # until the engine stands
-            from pico_vllm.engine import EngineConfig, LLMEngine
+            from pico_vllm.engine import EngineConfig
             from pico_vllm.sampling import SamplingParams
             from pico_vllm.service import SchedulerService
             params = SamplingParams(**{"max_tokens": None, **given})
-            engine = LLMEngine(EngineConfig(model=model, dtype=dtype, device=device, max_model_len=max_model_len, max_num_seqs=1))
+            engine = load_engine(EngineConfig(model=model, dtype=dtype, device=device, max_model_len=max_model_len, max_num_seqs=1))
             signal.signal(signal.SIGINT, signal.default_int_handler)
             service, name = SchedulerService(engine), model or "the model in this process"
             runner.run(service.start())

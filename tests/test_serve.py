@@ -133,7 +133,7 @@ def test_sigterm_lets_a_stream_finish_and_refuses_new_work(tiny):
         assert newcomer.status_code == health.status_code == 503 and newcomer.json()["error"]["code"] == "shutting_down"
         assert answer.whole(), (answer.events[-3:], answer.error)
         assert process.wait(30) == 0
-    assert "Traceback" not in process.said() and "stopping: 1 running" in process.said()
+    assert "Traceback" not in process.said() and "those that run (1)" in process.said()
 
 
 def test_drain_timeout_tells_everybody_and_who_does_not_read_cannot_hold_it_up(tiny):
