@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['app', 'Model', 'about', 'one_line', 'one_line_errors', 'leave_at_once', 'Progress', 'Batch', 'answer_all', 'tail_of',
-           'live_view', 'watching', 'setup_logging', 'generate', 'show_answer', 'weights', 'main']
+           'live_view', 'watching', 'setup_logging', 'generate', 'show_answer', 'weights']
 
 # %% ../nbs/05b_cli.ipynb #92a8ff81
 import json, logging, os, signal, sys, time
@@ -252,7 +252,3 @@ def weights(
         folder = resolve_model(model) if fetch else find_model(model)
         if folder is None: raise FileNotFoundError("these weights are not on this machine: run `pico-vllm weights` without --no-fetch to get them")
         for key, value in describe_model(folder).items(): typer.echo(f"{key:20} {str(value).replace(os.path.expanduser('~'), '~', 1)}")
-
-def main() -> None:
-    "The `pico-vllm` command."
-    app()

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .blocks import BlockManager, KVCache, cdiv
-from .chat import render_chat
+from .chat import encode, render_chat
 from .checkpoints import resolve_model
 from .detokenizer import Detokenizer
 from .model import Decoder, load_model
@@ -232,8 +232,7 @@ class LLMEngine:
         text = prompt if isinstance(prompt, str) else None
         if text is None and (isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, SequenceOf)):
             raise ValueError(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
-        if text is not None and not text.isascii() and text != text.encode("utf-8", "ignore").decode(): raise ValueError("the prompt holds half of a surrogate pair, which is no text")
-        token_ids = self.tokenizer.encode(text) if text is not None else [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
+        token_ids = encode(self.tokenizer, text) if text is not None else [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
         max_tokens = self.admit(token_ids, params)
         request = self.requests[request_id] = Request(request_id, text, token_ids, params, [])
         try:

@@ -7,7 +7,6 @@ __all__ = ['can_pack', 'PackedLinear', 'pack_linears']
 
 # %% ../nbs/04e_packed.ipynb #e86871ec
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 # %% ../nbs/04e_packed.ipynb #e12e7d22
@@ -42,7 +41,8 @@ def pack_linears(
     owners = {}
     for _, module in model.named_modules():
         for _, p in module.named_parameters(recurse=False): owners.setdefault(id(p), []).append(module)
-    todo = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()
+    todo = [(parent, name) for parent in model.modules() for name, child in parent.named_children()
             if type(child) is nn.Linear and can_pack(child.weight) and len(owners[id(child.weight)]) == 1]
-    for parent, name, child in todo: setattr(parent, name, PackedLinear(child))
+    del owners  # nobody here may hold a layer once it is replaced: its weight must be free before the next one is reordered
+    for parent, name in todo: setattr(parent, name, PackedLinear(getattr(parent, name)))
     return len(todo)

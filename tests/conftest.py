@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pico_vllm.engine import LLMEngine
-from pico_vllm.sampling import RowState, Sampler, SamplingParams, SeedSource
+from pico_vllm.sampling import RowState, Sampler, SeedSource
 from pico_vllm.testing import byte_tokenizer, hard_tiny_model, hf_forward, ours_from_hf, save_tiny_checkpoint
 
 torch.set_num_threads(1)  # tiny matrices: a second thread only waits, and on busy cores it waits long

@@ -1,7 +1,6 @@
 """`pico-vllm serve`, `chat` and `load` as users meet them: processes, signals, exit codes. A tiny model, so that only the plumbing is tested."""
 import json, os, pty, select, signal, socket, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest

@@ -1,5 +1,5 @@
 """Hundreds of clients with every bad habit at once, over a pool that is too small for them. Who stays gets what it would get alone; in the end nothing is left."""
-import asyncio, json, random, time
+import asyncio, json, random
 from collections import Counter
 
 import httpx
