@@ -25,7 +25,7 @@ from .chat import encode, render_chat
 from .checkpoints import resolve_model
 from .detokenizer import Detokenizer
 from .model import Decoder, load_model
-from .packed import pack_linears
+from .packed import keep_freed_memory, pack_decoder
 from .runner import ModelRunner
 from .sampling import Logprob, NoTokenError, RowState, Sampler, SamplingParams, SeedSource
 from .scheduler import Scheduler, SchedulerOutput
@@ -185,8 +185,9 @@ class LLMEngine:
         device = pick_device(config.device)  # cheap mistakes are told before the weights are touched
         folder = resolve_model(config.model)
         model = load_model(folder, DTYPES.get(config.dtype), device)
-        packed = pack_linears(model)  # nobody else holds these weights
-        if packed: logger.info("%d linear layers packed in the processor's order", packed)
+        packed = pack_decoder(model)  # nobody else holds these weights
+        if packed: logger.info("%d products packed in the processor's order", packed)
+        if device.type == "cpu": keep_freed_memory()  # from here on: what loading used and dropped has been given back
         self._setup(config, model, AutoTokenizer.from_pretrained(folder))
 
     @classmethod

@@ -311,13 +311,14 @@ class Sampler:
         if logits.ndim != 2 or len(logits) != len(rows): raise ValueError(f"logits of shape {tuple(logits.shape)} for {len(rows)} rows: (num_rows, vocab_size) is needed")
         if logits.shape[1] < self.num_text_ids: raise ValueError(f"logits have {logits.shape[1]} columns, num_text_ids={self.num_text_ids}")
         token_ids, logprobs = torch.empty(len(rows), dtype=torch.long, device=logits.device), [None] * len(rows)
-        few = ROWS_AT_ONCE[logits.device.type]
+        plain = not any(r.params.temperature or r.edits_scores() for r in rows)  # one pass over the logits as they are, no scratch memory
+        few = max(len(rows), 1) if plain else ROWS_AT_ONCE[logits.device.type]
         without: dict[int, str] = {}
         for i in range(0, len(rows), few):
             try: token_ids[i:i + few] = self._choose(logits[i:i + few], rows[i:i + few], i)
             except NoTokenError as e: without |= e.reasons  # look at the other rows too, so that the error names all
         if without: raise NoTokenError(without)
-        asked = [i for i, r in enumerate(rows) if r.params.logprobs is not None]
+        asked, few = [i for i, r in enumerate(rows) if r.params.logprobs is not None], ROWS_AT_ONCE[logits.device.type]
         for some in (asked[i:i + few] for i in range(0, len(asked), few)):
             found = top_logprobs(logits[some], token_ids[some], [rows[i].params.logprobs for i in some], self.num_text_ids)
             for i, row in zip(some, found): logprobs[i] = row
