@@ -10,7 +10,7 @@ __all__ = ['KINDS', 'START', 'ROOFS', 'COLUMNS', 'ENGINE_COLUMNS', 'EngineError'
            'markdown_table', 'show_table', 'plot_roofline', 'without_paths', 'shown_command', 'model_limits', 'bench']
 
 # %% ../nbs/20b_peers.ipynb #b9c432eb
-import json, os, re, select, signal, statistics, subprocess, sys, time
+import json, os, re, select, shutil, signal, statistics, subprocess, sys, time
 from collections.abc import Callable, Mapping, Sequence as SequenceOf
 from dataclasses import dataclass, field
 from math import prod
@@ -138,7 +138,7 @@ def parse_engine(text: str) -> EngineSpec:
     kind, _, rest = kind.partition(":")
     if kind not in KINDS: raise ValueError(f"--engine {text}: use pico, hf-static, hf-continuous, vllm=PYTHON (the Python that has it) or a server's URL")
     if text == "vllm": raise ValueError("--engine vllm: say which Python has it, as in vllm=/path/to/venv/bin/python")
-    if python != sys.executable and not os.access(python, os.X_OK): raise ValueError(f"--engine {text}: there is no Python at {python}")
+    if not shutil.which(python): raise ValueError(f"--engine {text}: there is no Python at {python}")
     options = {}
     for pair in filter(None, rest.split(",")):
         key, is_pair, value = pair.partition("=")
@@ -195,8 +195,9 @@ class Worker:
 
     def last_words(self, lines: int = 3) -> str:
         "The end of its log."
-        self.errors.seek(0)
-        said = [line.strip() for line in self.errors.read().decode(errors="replace").splitlines() if line.strip()]
+        end = os.fstat(self.errors.fileno()).st_size
+        log = os.pread(self.errors.fileno(), 65536, max(0, end - 65536))  # not `seek`: the worker writes where this file stands
+        said = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
         return " | ".join(said[-lines:]) or "it said nothing"
 
     def ask(self, **order) -> dict:
@@ -319,7 +320,6 @@ def bench_engines(
     options = {"model": str(folder), "dtype": dtype, "max_num_seqs": max(64, *(w.rows or 0 for w in workloads)), "max_model_len": max(w.longest for w in workloads), "kv_tokens": 16 * max(w.blocks for w in workloads)}
     def failed(name, where, why):
         failures.append({"engine": name, "workload": where, "error": why})
-        say(f"{name} failed ({where}): {why}")
     try:
         workers["roofs"] = machine = Worker(ROOFS, timeout)
         machine.start({"dtype": dtype})
@@ -327,7 +327,9 @@ def bench_engines(
             workers[spec.name] = worker = Worker(spec, timeout)
             say(f"starting {spec.name}")
             try: worker.start(options, [shortened(w.jobs, 2, 32) for w in workloads])
-            except EngineError as e: failed(spec.name, "start", str(e)); worker.close()
+            except EngineError as e:
+                failed(spec.name, "start", str(e)); worker.close()
+                say(f"{spec.name} failed to start: {e}")
             else: alive[spec.name] = worker
         for workload in workloads:
             roofs.append(machine.run([]))
@@ -353,7 +355,7 @@ ENGINE_COLUMNS = ("engine", "load s", "first token s", "peak GiB", "idle CPU", "
 def rate_rows(results: Mapping) -> list[tuple[str, ...]]:
     "Under `COLUMNS`; the roofs come last."
     show = lambda value, form: "–" if value is None else format(value, form)
-    rows = [(w["name"], name, show(e["tokens_per_s"], ".1f"), show(e["min"], ".1f"), show(e["max"], ".1f"), show(e["ratio"], ".2f"), show(e["gb_s"], ".1f"), show(e["gflops"], ".0f"),
+    rows = [(w["name"], name, show(e["tokens_per_s"], ".1f"), show(e["min"], ".1f"), show(e["max"], ".1f"), show(e["ratio"], ".2f"), show(e["gb_s"], ".3g"), show(e["gflops"], ".3g"),
              "–" if e["same_ids"] is None else f"{e['same_ids']}/{w['requests']}") for w in results["workloads"] for name, e in w["engines"].items()]
     return [*rows, ("the machine's roofs", "–", "–", "–", "–", "–", show(results["roofs"]["memory_gb_s"]["median"], ".1f"), show(results["roofs"]["product_gflops"]["median"], ".0f"), "–")]
 
@@ -399,8 +401,8 @@ def plot_roofline(results: Mapping):
 
 # %% ../nbs/20b_peers.ipynb #d0459982
 def without_paths(text: str) -> str:
-    "The text with file paths cut to their last part."
-    return re.sub(r"(?<![\w:/.])~?/(?:[^\s/'\",:=|]+/)+", "…/", text)
+    "The text with file paths cut to their last part, and without servers' names."
+    return re.sub(r"(?<![\w:/.])~?/(?:[^\s/'\",:=|]+/)+", "…/", re.sub(r"https?://[^\s'\",|]+", "URL", text))
 
 def shown_command(specs: SequenceOf[EngineSpec], workloads: SequenceOf[str], options: Mapping[str, object]) -> str:
     "How to measure it again, with nobody's paths in it."
