@@ -6,8 +6,9 @@
 __all__ = ['KINDS', 'START', 'ROOFS', 'COLUMNS', 'ENGINE_COLUMNS', 'EngineError', 'check_counts', 'take_turns', 'Workload',
            'shortened', 'run_workload', 'whole_numbers', 'read_workload', 'plan_workloads', 'EngineSpec',
            'parse_engine', 'parse_engines', 'process_tree', 'peak_memory', 'cpu_seconds', 'Worker', 'Work', 'work_of',
-           'achieved', 'agreement', 'summary_of', 'measure_workload', 'bench_engines', 'rate_rows', 'engine_rows',
-           'markdown_table', 'show_table', 'plot_roofline', 'without_paths', 'shown_command', 'model_limits', 'bench']
+           'achieved', 'agreement', 'summary_of', 'measure_workload', 'bench_engines', 'show', 'rate_rows',
+           'engine_rows', 'markdown_table', 'show_table', 'plot_roofline', 'without_paths', 'shown_command',
+           'model_limits', 'bench']
 
 # %% ../nbs/20b_peers.ipynb #b9c432eb
 import json, os, re, select, shutil, signal, statistics, subprocess, sys, time
@@ -183,6 +184,7 @@ def cpu_seconds(pid: int) -> float:
         except Exception: pass
     return total
 
+# %% ../nbs/20b_peers.ipynb #8e7d06f7
 class Worker:
     "An engine's process, from its start to its end."
     def __init__(self, spec: EngineSpec, timeout: float = 3600):  # timeout: seconds that one order may take
@@ -220,7 +222,7 @@ class Worker:
     def start(self, options: Mapping, warm_up: SequenceOf[SequenceOf[Mapping]] = ()) -> None:
         "Load the engine, note when the first token was there, then run the warm-up."
         loaded = self.ask(do="load", engine=self.spec.kind, options={**options, **self.spec.options})
-        self.about = {"versions": loaded["versions"], "load_s": loaded["seconds"]}
+        self.about = {"versions": loaded["versions"], "threads": loaded["threads"], "load_s": loaded["seconds"]}
         if not warm_up: return
         self.run(shortened(warm_up[0][:1], 1))
         self.about["first_token_s"] = time.perf_counter() - self.started
@@ -305,6 +307,7 @@ def measure_workload(workload: Workload, workers: Mapping[str, Worker], repeats:
         e["same_ids"], e["idle_cpu"] = agreement(ids[name], ids.get(first)), max(idle[name], default=None)
     return {"name": workload.name, "rows": workload.rows, "requests": len(workload.jobs), "prompt_tokens": workload.prompt_tokens, "output_tokens": workload.output_tokens, "engines": engines}, failed
 
+# %% ../nbs/20b_peers.ipynb #d1a2d5d9
 def bench_engines(
     specs: SequenceOf[EngineSpec],
     workloads: SequenceOf[Workload],
@@ -350,20 +353,22 @@ def _model_name(folder: Path) -> str:
 
 # %% ../nbs/20b_peers.ipynb #f31b7b9c
 COLUMNS = ("workload", "engine", "tokens/s", "least", "most", "ratio", "GB/s", "GFLOP/s", "same ids")
-ENGINE_COLUMNS = ("engine", "load s", "first token s", "peak GiB", "idle CPU", "versions")
+ENGINE_COLUMNS = ("engine", "threads", "load s", "first token s", "peak GiB", "idle CPU", "versions")
+
+def show(value: float | None, form: str = ".3g") -> str:
+    "A number in a cell; three digits where nothing is said."
+    return "–" if value is None else format(value, ".0f" if form == ".3g" and value >= 100 else form)
 
 def rate_rows(results: Mapping) -> list[tuple[str, ...]]:
     "Under `COLUMNS`; the roofs come last."
-    show = lambda value, form: "–" if value is None else format(value, form)
-    rows = [(w["name"], name, show(e["tokens_per_s"], ".1f"), show(e["min"], ".1f"), show(e["max"], ".1f"), show(e["ratio"], ".2f"), show(e["gb_s"], ".3g"), show(e["gflops"], ".3g"),
+    rows = [(w["name"], name, show(e["tokens_per_s"], ".1f"), show(e["min"], ".1f"), show(e["max"], ".1f"), show(e["ratio"], ".2f"), show(e["gb_s"]), show(e["gflops"]),
              "–" if e["same_ids"] is None else f"{e['same_ids']}/{w['requests']}") for w in results["workloads"] for name, e in w["engines"].items()]
-    return [*rows, ("the machine's roofs", "–", "–", "–", "–", "–", show(results["roofs"]["memory_gb_s"]["median"], ".1f"), show(results["roofs"]["product_gflops"]["median"], ".0f"), "–")]
+    return [*rows, ("the machine's roofs", "–", "–", "–", "–", "–", show(results["roofs"]["memory_gb_s"]["median"]), show(results["roofs"]["product_gflops"]["median"]), "–")]
 
 def engine_rows(results: Mapping) -> list[tuple[str, ...]]:
     "Under `ENGINE_COLUMNS`."
-    show = lambda value, form: "–" if value is None else format(value, form)
     idle = {name: [w["engines"][name]["idle_cpu"] for w in results["workloads"] if name in w["engines"] and w["engines"][name]["idle_cpu"] is not None] for name in results["engines"]}
-    return [(name, show(about.get("load_s"), ".1f"), show(about.get("first_token_s"), ".1f"), show(about.get("peak_gib"), ".2f"), show(max(idle[name], default=None), ".0%"),
+    return [(name, show(about.get("threads"), "d"), show(about.get("load_s"), ".1f"), show(about.get("first_token_s"), ".1f"), show(about.get("peak_gib"), ".2f"), show(max(idle[name], default=None), ".0%"),
              ", ".join(f"{k} {v}" for k, v in about.get("versions", {}).items() if k not in ("python", *(("transformers",) if name == "vllm" else ())))) for name, about in results["engines"].items()]
 
 def markdown_table(columns: SequenceOf[str], rows: SequenceOf[SequenceOf[str]]) -> str:
@@ -416,6 +421,7 @@ def model_limits(folder: Path) -> tuple[int, int, int]:
     special = [i for key in ("bos_token_id", "eos_token_id") for i in ([config[key]] if isinstance(config.get(key), int) else config.get(key) or [])]
     return min([config["vocab_size"], *(i for i in special if i > config["vocab_size"] // 2)]), config["vocab_size"], config.get("max_position_embeddings", 2**31)
 
+# %% ../nbs/20b_peers.ipynb #cafe3126
 @app.command("bench")
 def bench(
     engine: Annotated[Optional[list[str]], typer.Option(help="pico, pico:key=value, hf-static, hf-continuous, vllm=PYTHON or a server's URL; may be given more than once. Default: pico, hf-static and hf-continuous.")] = None,
@@ -450,6 +456,7 @@ def bench(
             if w.longest > longest: raise ValueError(f"{w.name} needs {w.longest} tokens in a sequence, and the model has {longest}: ask for less")
             largest = max(max(j["prompt"]) for j in w.jobs)
             if largest >= vocab_size: raise ValueError(f"{w.name} holds token id {largest}, and the model's vocabulary has {vocab_size}: it was made for another model")
+        signal.signal(signal.SIGINT, signal.default_int_handler); signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # either way the workers end with us
         results = bench_engines(specs, workloads, folder, dtype, repeats, baseline, timeout, lambda line: typer.echo(one_line(line), err=True))
         if save is not None:
             from pico_vllm.bench import save_benchmark

@@ -73,10 +73,10 @@ def test_bytes_and_operations_by_hand():
 # What the workers are
 
 def test_the_worker_needs_nothing_but_the_standard_library():
-    orders = [{"do": "load", "engine": "fake", "options": {}}, {"do": "run", "jobs": [{"prompt": [1], "max_tokens": 3}]}]
+    orders = [{"do": "load", "engine": "fake", "options": {"greet": True}}, {"do": "run", "jobs": [{"prompt": [1], "max_tokens": 3}]}]
     done = subprocess.run([sys.executable, "-I", "-S", "-c", "import runpy, sys; runpy.run_path(sys.argv[1])['worker_main']()", bench_worker.__file__],
                           input="".join(json.dumps(o) + "\n" for o in orders), capture_output=True, text=True)
-    assert [sorted(json.loads(line)) for line in done.stdout.splitlines()] == [["seconds", "versions"], ["counts", "seconds", "token_ids"]]
+    assert [sorted(json.loads(line)) for line in done.stdout.splitlines()] == [["seconds", "threads", "versions"], ["counts", "seconds", "token_ids"]]
     assert "a greeting" in done.stderr and done.returncode == 0
 
 
@@ -109,6 +109,15 @@ def test_three_ways_of_batching_give_the_same_ids(tiny_checkpoint):
     for w in got["workloads"]: assert {name: e["same_ids"] for name, e in w["engines"].items()} == dict.fromkeys(("pico", "hf-static", "hf-continuous"), w["requests"])
     for about in got["engines"].values(): assert about["load_s"] > 0 and about["first_token_s"] > about["load_s"] and about["peak_gib"] > .05 and about["versions"]["torch"]
     assert got["roofs"]["memory_gb_s"]["median"] > 0 and all(len(row) == len(COLUMNS) for row in rate_rows(got))
+
+
+def test_a_server_takes_part(tiny_checkpoint):
+    from pico_vllm.serve import served
+    with served(str(tiny_checkpoint), "--num-blocks", "256", "--dtype", "float32", env={"OMP_NUM_THREADS": "1"}) as (url, _):
+        got = bench_engines(parse_engines(["fake", url]), plan_workloads(["mixed:4"], [], [], 8, 200, seed=1), tiny_checkpoint, "float32", 2, "fake")
+    assert not got["failures"], got["failures"]
+    server = got["workloads"][0]["engines"]["server"]
+    assert server["same_ids"] is None and server["tokens_per_s"] > 0 and len(server["each_s"]) == 2 and "peak_gib" not in got["engines"]["server"] and "server" in [row[1] for row in rate_rows(got)]
 
 
 # The command
@@ -174,13 +183,14 @@ def test_a_workload_that_cannot_be_compared(tiny_checkpoint, tmp_path, entry, wo
     assert done.returncode == 2 and all(w in done.stderr for w in words), done.stderr
 
 
-def test_no_worker_outlives_the_command(tiny_checkpoint):
+@pytest.mark.parametrize("number, code", [(2, 130), (15, 143)])
+def test_no_worker_outlives_the_command(tiny_checkpoint, number, code):
     import psutil
     process = subprocess.Popen([COMMAND, "bench", "-m", str(tiny_checkpoint), "--engine", "fake:pace=0.5", "--decode", "1", "--dtype", "float32"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stderr:
         if line.startswith("starting fake"): break
     workers = psutil.Process(process.pid).children(recursive=True)
     assert workers
-    process.send_signal(2)
+    process.send_signal(number)
     process.communicate(timeout=60)
-    assert process.returncode == 130 and not [w for w in workers if w.is_running() and w.status() != psutil.STATUS_ZOMBIE]
+    assert process.returncode == code and not [w for w in workers if w.is_running() and w.status() != psutil.STATUS_ZOMBIE]
