@@ -57,10 +57,11 @@ def save_benchmark(
     results: dict,  # what was measured, each repeat included
     command: str,   # how to measure it again
     seed: int | None = None,
-) -> dict:          # the saved document: the fresh one, or with PICO_VLLM_SAVE unset the one in the repository
-    "Save a measurement when `PICO_VLLM_SAVE=1` is set; otherwise return what is saved, so that prose quotes one source."
+    save: bool | None = None,  # write it; None: only if `PICO_VLLM_SAVE=1` is set
+) -> dict:          # the saved document: the fresh one, or if it is not to be written the one in the repository
+    "Save a measurement when that is asked for; otherwise return what is saved, so that prose quotes one source."
     path = _benchmarks() / f"{name}.json"
-    if os.environ.get("PICO_VLLM_SAVE") == "1":
+    if save or save is None and os.environ.get("PICO_VLLM_SAVE") == "1":
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps({"name": name, "command": command, "seed": seed, "date": time.strftime("%Y-%m-%d"), "machine": machine_info(), "results": results}, indent=1) + "\n")
     return load_benchmark(name)

@@ -18,7 +18,7 @@ from typing import Annotated, Optional
 import typer
 import uvicorn
 
-from . import load  # its command registers itself
+from . import load, peers  # their commands register themselves
 from .cli import app, leave_at_once, one_line_errors, setup_logging
 from .load import event_data, first_model, open_client, what_it_said
 
