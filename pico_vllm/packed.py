@@ -115,8 +115,8 @@ def linear_of(weight: Tensor) -> nn.Linear:
 def pack_decoder(
     model: Decoder,  # changed in place, layer by layer
 ) -> int:            # products packed; 0 where this machine has no use for it
-    "Replace whole layers if all their products can be packed, and single linear layers elsewhere (the head)."
-    if all(can_pack(module.weight) for layer in model.layers for module in layer.modules() if type(module) is nn.Linear):
+    "Replace the layers, if every product of all of them can be packed (a padded step goes from layer to layer), and single linear layers elsewhere: the head."
+    if all(type(m) is nn.Linear and can_pack(m.weight) for layer in model.layers for m in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)):
         for i in range(len(model.layers)): model.layers[i] = PackedDecoderLayer(model.layers[i], last=i == len(model.layers) - 1)
     pack_linears(model)
     return sum(isinstance(module, PackedLinear) for module in model.modules())
