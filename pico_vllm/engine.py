@@ -25,7 +25,7 @@ from .chat import encode, render_chat
 from .checkpoints import resolve_model
 from .detokenizer import Detokenizer
 from .model import Decoder, load_model
-from .packed import keep_freed_memory, pack_decoder
+from .packed import pack_decoder
 from .runner import ModelRunner
 from .sampling import Logprob, NoTokenError, RowState, Sampler, SamplingParams, SeedSource
 from .scheduler import Scheduler, SchedulerOutput
@@ -187,7 +187,6 @@ class LLMEngine:
         model = load_model(folder, DTYPES.get(config.dtype), device)
         packed = pack_decoder(model)  # nobody else holds these weights
         if packed: logger.info("%d products packed in the processor's order", packed)
-        if device.type == "cpu": keep_freed_memory()  # from here on: what loading used and dropped has been given back
         self._setup(config, model, AutoTokenizer.from_pretrained(folder))
 
     @classmethod

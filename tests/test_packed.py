@@ -5,7 +5,7 @@ from torch import nn
 
 import pico_vllm.packed as packed
 from pico_vllm.blocks import BlockManager, KVCache
-from pico_vllm.packed import PackedDecoderLayer, can_pack, keep_freed_memory, pack_decoder
+from pico_vllm.packed import PackedDecoderLayer, can_pack, pack_decoder
 from pico_vllm.runner import ModelRunner
 from pico_vllm.sequence import Sequence
 from pico_vllm.testing import hard_tiny_model, ours_from_hf
@@ -87,5 +87,3 @@ def test_float32_is_left_alone():
     model = ours_from_hf(hard_tiny_model())
     assert pack_decoder(model) == 0 and type(model.lm_head) is nn.Linear and not any(isinstance(layer, PackedDecoderLayer) for layer in model.layers)
 
-
-def test_memory_advice_can_be_given_twice(): assert keep_freed_memory() == keep_freed_memory()
