@@ -197,6 +197,7 @@ def generate(
     stop: Annotated[Optional[list[str]], typer.Option(help="A text that ends the output; may be given more than once.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Treat each prompt as a user message, through the model's chat template.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32 (or float), bfloat16, float16 (or half).")] = "auto",
+    quantization: Annotated[Optional[str], typer.Option(help="int8 or int4: weights in fewer bits, faster and a little less exact. Default: as they are.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     block_size: Annotated[Optional[int], typer.Option(help="Tokens per block. Default: 16.")] = None,
     num_blocks: Annotated[Optional[int], typer.Option(help="Blocks in the pool; default: from memory.")] = None,
@@ -216,7 +217,7 @@ def generate(
         from pico_vllm.engine import EngineConfig, LLMEngine
         from pico_vllm.sampling import SamplingParams
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
-        options = dict(model=model, dtype=dtype, device=device, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        options = dict(model=model, dtype=dtype, quantization=quantization, device=device, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         engine = LLMEngine(EngineConfig(**{name: value for name, value in options.items() if value is not None}))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         inputs = [render_chat(engine.tokenizer, [{"role": "user", "content": p}]) if chat else engine.tokenizer.encode(p) for p in prompts]

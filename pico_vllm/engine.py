@@ -26,6 +26,7 @@ from .checkpoints import resolve_model
 from .detokenizer import Detokenizer
 from .model import Decoder, load_model
 from .packed import pack_decoder
+from .quantized import check_scheme, quantize_linears
 from .runner import ModelRunner
 from .sampling import Logprob, NoTokenError, RowState, Sampler, SamplingParams, SeedSource
 from .scheduler import Scheduler, SchedulerOutput
@@ -42,6 +43,7 @@ class EngineConfig:
     "Everything the engine can be told; frozen, checked when made. Names as vLLM's."
     model: str | Path | None = None   # hub id, local folder, or None for the default (see `resolve_model`)
     dtype: str | torch.dtype = "auto" # "auto" (the checkpoint's own), "float32" or "float", "bfloat16", "float16" or "half"
+    quantization: str | None = None   # "int8" or "int4": weights in fewer bits (see `quantize_linears`); None: as they are
     device: str = "auto"              # "auto" (CUDA where there is one), "cpu", "cuda", "cuda:0", …
     block_size: int = 16              # tokens per block
     num_blocks: int | None = None     # blocks in the pool; None: from memory
@@ -56,6 +58,7 @@ class EngineConfig:
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", OTHER_NAMES.get(dtype, dtype))
         if self.dtype not in ("auto", *DTYPES): raise ValueError(f"dtype {self.dtype!r} is not one of auto, {', '.join(DTYPES)}")
+        check_scheme(self.quantization)
         optional = ("num_blocks", "max_model_len", "kv_cache_memory")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", *optional):
             value = getattr(self, name)
@@ -185,7 +188,8 @@ class LLMEngine:
         device = pick_device(config.device)  # cheap mistakes are told before the weights are touched
         folder = resolve_model(config.model)
         model = load_model(folder, DTYPES.get(config.dtype), device)
-        packed = pack_decoder(model)  # nobody else holds these weights
+        if config.quantization is not None: logger.info("%d linear layers quantized to %s", quantize_linears(model, config.quantization), config.quantization)
+        packed = pack_decoder(model)  # what is left; nobody else holds these weights
         if packed: logger.info("%d products packed in the processor's order", packed)
         self._setup(config, model, AutoTokenizer.from_pretrained(folder))
 
@@ -196,8 +200,9 @@ class LLMEngine:
         **config,  # `EngineConfig` keywords but model, dtype and device, which are the model's
     ) -> "LLMEngine":
         "An engine over a model that is there already: a test's tiny one, or one that a notebook shares with Hugging Face's."
-        self = cls.__new__(cls)
-        self._setup(EngineConfig.from_kwargs(**config), model, tokenizer)
+        self, config = cls.__new__(cls), EngineConfig.from_kwargs(**config)
+        if config.quantization is not None: raise ValueError(f"quantization={config.quantization!r} changes the model: call quantize_linears(model, {config.quantization!r}) yourself and leave it out here")
+        self._setup(config, model, tokenizer)
         return self
 
     def _setup(self, config: EngineConfig, model: Decoder, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -152,6 +152,7 @@ def serve(
     metrics_prefix: Annotated[str, typer.Option(help="First word of the names in /metrics; vllm: its dashboards fit.")] = "pico_vllm",
     max_body_mb: Annotated[float, typer.Option(help="Largest request body, in MiB.")] = 4,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quantization: Annotated[Optional[str], typer.Option(help="int8 or int4: weights in fewer bits, faster and a little less exact. Default: as they are.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
     num_blocks: Annotated[Optional[int], typer.Option(help="Blocks in the pool; default: from memory.")] = None,
@@ -179,7 +180,7 @@ def serve(
         from pico_vllm.checkpoints import describe_model, find_model  # torch and transformers load only now: --help stays quick
         from pico_vllm.engine import EngineConfig
         from pico_vllm.service import SchedulerService
-        engine = load_engine(EngineConfig(model=model, dtype=dtype, device=device, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        engine = load_engine(EngineConfig(model=model, dtype=dtype, quantization=quantization, device=device, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
                                           max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization, kv_cache_memory=kv_cache_memory, seed=seed))
         names = names or [describe_model(find_model(model)).name]
         service = SchedulerService(engine, max_queue)
