@@ -304,6 +304,7 @@ def measure_workload(workload: Workload, workers: Mapping[str, Worker], repeats:
     first = next(iter(workers), None)
     for name, e in engines.items():
         e["ratio"] = e["tokens_per_s"] / engines[baseline]["tokens_per_s"] if baseline in engines else None
+        if "quantization" in workers[name].spec.options: e["gb_s"] = None  # its weights are not of the dtype's size
         e["same_ids"], e["idle_cpu"] = agreement(ids[name], ids.get(first)), max(idle[name], default=None)
     return {"name": workload.name, "rows": workload.rows, "requests": len(workload.jobs), "prompt_tokens": workload.prompt_tokens, "output_tokens": workload.output_tokens, "engines": engines}, failed
 
@@ -369,7 +370,7 @@ def engine_rows(results: Mapping) -> list[tuple[str, ...]]:
     "Under `ENGINE_COLUMNS`."
     idle = {name: [w["engines"][name]["idle_cpu"] for w in results["workloads"] if name in w["engines"] and w["engines"][name]["idle_cpu"] is not None] for name in results["engines"]}
     return [(name, show(about.get("threads"), "d"), show(about.get("load_s"), ".1f"), show(about.get("first_token_s"), ".1f"), show(about.get("peak_gib"), ".2f"), show(max(idle[name], default=None), ".0%"),
-             ", ".join(f"{k} {v}" for k, v in about.get("versions", {}).items() if k not in ("python", *(("transformers",) if name == "vllm" else ())))) for name, about in results["engines"].items()]
+             ", ".join(f"{k} {v}" for k, v in about.get("versions", {}).items() if k not in ("python", *(("transformers", "pico_vllm") if name == "vllm" else ())))) for name, about in results["engines"].items()]
 
 def markdown_table(columns: SequenceOf[str], rows: SequenceOf[SequenceOf[str]]) -> str:
     return "\n".join(["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|", *("| " + " | ".join(row) + " |" for row in rows)])
