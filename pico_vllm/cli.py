@@ -165,9 +165,12 @@ def watching(num_prompts: int) -> Iterator[Callable[[Batch], None]]:  # what `an
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.live import Live
-        console, empty = Console(stderr=True), ""
-        with Live(empty, console=console, refresh_per_second=8) as live:
-            yield lambda batch: live.update(live_view(batch, console.width), refresh=live.renderable is empty)  # the first picture at once, then eight a second
+        console, drawn = Console(stderr=True), False
+        def draw(batch: Batch) -> None:
+            nonlocal drawn
+            live.update(live_view(batch, console.width), refresh=not drawn)  # the first picture at once, then eight a second
+            drawn = True
+        with Live("", console=console, refresh_per_second=8) as live: yield draw
         return
     told = [None]
     def tell(batch: Batch) -> None:
