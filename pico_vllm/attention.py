@@ -101,7 +101,7 @@ class DecodeGroup:
         lens = lens[:, None, None, None]                                                              # (n, 1, 1, 1)
         return cls(rows, slots, position < lens, lens)
 
-GROUP_COST = 2048    # tokens of padding that cost about as much as the operators of one more group
+GROUP_COST = 2048    # tokens of padding in a group at most; the exact number hardly matters
 GROUP_TOKENS = 16384 # a group reads at most so many tokens, padding included, so that its copy of K and V stays in the processor's cache
 
 def _group_decodes(q_lens: SequenceOf[int], kv_lens: Tensor, query_start_loc: Tensor, tables: Tensor, block_size: int) -> tuple[tuple[DecodeGroup, ...], tuple[int, ...]]:

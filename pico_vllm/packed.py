@@ -66,10 +66,10 @@ def pack_linears(
     return len(todo)
 
 # %% ../nbs/04e_packed.ipynb #8f0c6d75
-MIN_ROWS = 4  # fewer are padded: one row costs more than four
+MIN_ROWS = 4  # fewer are padded: two rows cost more than four
 
 class PackedDecoderLayer(nn.Module):
-    "A `DecoderLayer` in few operators: between two products, their number is what costs. The numbers are the plain layer's up to rounding."
+    "A `DecoderLayer` over packed weights, told in few operators. The numbers are the plain layer's up to rounding."
     def __init__(self,
         layer: DecoderLayer,  # all its weights `can_pack`
         last: bool,           # of the decoder: the rows that were added are dropped here

@@ -114,7 +114,7 @@ class Int8Linear(QuantizedLinear):
 
 class Int4Linear(QuantizedLinear):
     "Weights in four bits with a scale and a zero point per group; activations as they are."
-    few_rows = 128  # up to so many the operator multiplies four bits; above, unpacking once (measured: about a second a step for our model) is cheaper
+    few_rows = 128  # up to so many the operator multiplies four bits; above, unpacking once is cheaper
     def __init__(self, linear: nn.Linear, group_size: int = 32):
         super().__init__(linear)
         self.group_size = group_size
