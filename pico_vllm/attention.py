@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['GROUP_COST', 'GROUP_TOKENS', 'gather_kv', 'repeat_kv', 'causal_mask', 'grouped_attention', 'DecodeGroup',
-           'AttentionMetadata', 'paged_attention_naive', 'paged_attention']
+           'AttentionMetadata', 'paged_attention_naive', 'decode_attention', 'paged_attention']
 
 # %% ../nbs/02_gather_gqa.ipynb #1d319927
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence as SequenceOf
 from dataclasses import dataclass
 
 import torch
@@ -163,8 +163,15 @@ def paged_attention_naive(
     return out
 
 # %% ../nbs/02_gather_gqa.ipynb #67080ef1
-def _decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup, scale: float, sliding_window: int | None) -> Tensor:
-    "One gather and one product for a group of decodes. q and the result: (n, num_heads, head_dim)."
+def decode_attention(
+    q: Tensor,        # (n, num_heads, head_dim), the group's rows
+    k_cache: Tensor,  # (num_blocks, block_size, num_kv_heads, head_dim)
+    v_cache: Tensor,  # the same shape
+    group: DecodeGroup,
+    scale: float,
+    sliding_window: int | None,
+) -> Tensor:          # (n, num_heads, head_dim)
+    "One gather and one product for a group of decodes."
     k, v = (cache.flatten(0, 1).index_select(0, group.slots.flatten())               # (n * max_kv_len, num_kv_heads, head_dim)
             .unflatten(0, group.slots.shape).transpose(1, 2) for cache in (k_cache, v_cache))  # (n, num_kv_heads, max_kv_len, head_dim)
     mask = group.mask
@@ -179,14 +186,15 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,     # 1/sqrt(head_dim) unless the model says otherwise
     sliding_window: int | None = None,  # a query sees itself and the window-1 tokens before it
+    decode: Callable = decode_attention,  # what computes a group of decodes (04g_compiled has another one)
 ) -> Tensor:  # (num_tokens, num_heads, head_dim)
     "Each sequence's new tokens attend to all its tokens, read through its block table; decodes of similar length together."
     starts, kv_lens = metadata.query_start_loc.tolist(), metadata.kv_lens.tolist()
     if starts[-1] != q.shape[0]: raise ValueError(f"{q.shape[0]} rows of queries, the metadata speaks of {starts[-1]}: build it for this step")
     if len(metadata.decode_groups) == 1 and not metadata.singles:  # all rows, in order: nothing to pick and to put back
-        return _decode_attention(q, k_cache, v_cache, metadata.decode_groups[0], scale, sliding_window)
+        return decode(q, k_cache, v_cache, metadata.decode_groups[0], scale, sliding_window)
     out = torch.empty_like(q)
-    for group in metadata.decode_groups: out.index_copy_(0, group.rows, _decode_attention(q.index_select(0, group.rows), k_cache, v_cache, group, scale, sliding_window))
+    for group in metadata.decode_groups: out.index_copy_(0, group.rows, decode(q.index_select(0, group.rows), k_cache, v_cache, group, scale, sliding_window))
     for i in metadata.singles:
         rows = slice(starts[i], starts[i + 1])
         k, v = gather_kv(k_cache, v_cache, metadata.block_tables[i], kv_lens[i])

@@ -186,7 +186,7 @@ def setup_logging(verbose: bool) -> None:
     "Our own log lines to standard error: always which weights are in use; with --verbose what the engine made of the options."
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("pico_vllm").setLevel(logging.INFO if verbose else logging.WARNING)
-    logging.getLogger("pico_vllm.checkpoints").setLevel(logging.INFO)
+    for name in ("pico_vllm.checkpoints", "pico_vllm.compiled"): logging.getLogger(name).setLevel(logging.INFO)  # what may take a minute is told
 
 # %% ../nbs/05b_cli.ipynb #fcf030ab
 @app.command()
@@ -201,6 +201,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Treat each prompt as a user message, through the model's chat template.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32 (or float), bfloat16, float16 (or half).")] = "auto",
     quantization: Annotated[Optional[str], typer.Option(help="int8 or int4: weights in fewer bits, faster and a little less exact. Default: as they are.")] = None,
+    compile_: Annotated[bool, typer.Option("--compile", help="CPU, bfloat16: compile the small operators; faster, once a minute at the first start, needs a C++ compiler.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     block_size: Annotated[Optional[int], typer.Option(help="Tokens per block. Default: 16.")] = None,
     num_blocks: Annotated[Optional[int], typer.Option(help="Blocks in the pool; default: from memory.")] = None,
@@ -220,7 +221,7 @@ def generate(
         from pico_vllm.engine import EngineConfig, LLMEngine
         from pico_vllm.sampling import SamplingParams
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
-        options = dict(model=model, dtype=dtype, quantization=quantization, device=device, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        options = dict(model=model, dtype=dtype, quantization=quantization, compile=compile_, device=device, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         engine = LLMEngine(EngineConfig(**{name: value for name, value in options.items() if value is not None}))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         inputs = [render_chat(engine.tokenizer, [{"role": "user", "content": p}]) if chat else engine.tokenizer.encode(p) for p in prompts]

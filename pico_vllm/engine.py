@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from .blocks import BlockManager, KVCache, cdiv
 from .chat import encode, render_chat
 from .checkpoints import resolve_model
+from .compiled import compile_decoder, find_compiler
 from .detokenizer import Detokenizer
 from .model import Decoder, load_model
 from .packed import pack_decoder
@@ -44,6 +45,7 @@ class EngineConfig:
     model: str | Path | None = None   # hub id, local folder, or None for the default (see `resolve_model`)
     dtype: str | torch.dtype = "auto" # "auto" (the checkpoint's own), "float32" or "float", "bfloat16", "float16" or "half"
     quantization: str | None = None   # "int8" or "int4": weights in fewer bits (see `quantize_linears`); None: as they are
+    compile: bool = False             # on the CPU in bfloat16: small operators compiled once, kept on disk (see `compile_decoder`)
     device: str = "auto"              # "auto" (CUDA where there is one), "cpu", "cuda", "cuda:0", …
     block_size: int = 16              # tokens per block
     num_blocks: int | None = None     # blocks in the pool; None: from memory
@@ -59,6 +61,8 @@ class EngineConfig:
         object.__setattr__(self, "dtype", OTHER_NAMES.get(dtype, dtype))
         if self.dtype not in ("auto", *DTYPES): raise ValueError(f"dtype {self.dtype!r} is not one of auto, {', '.join(DTYPES)}")
         check_scheme(self.quantization)
+        if not isinstance(self.compile, bool): raise ValueError(f"compile must be True or False, got {self.compile!r}")
+        if self.compile and self.quantization is not None: raise ValueError(f"compile=True is for layers that are not quantized, and quantization={self.quantization!r} was asked for: leave one of them out")
         optional = ("num_blocks", "max_model_len", "kv_cache_memory")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", *optional):
             value = getattr(self, name)
@@ -186,11 +190,14 @@ class LLMEngine:
     """
     def __init__(self, config: EngineConfig):
         device = pick_device(config.device)  # cheap mistakes are told before the weights are touched
+        if config.compile and device.type != "cpu": raise ValueError(f"compile=True is for the CPU, the device is {device}: leave it out, or ask for device='cpu'")
+        if config.compile and find_compiler() is None: raise ValueError("compile=True needs a C++ compiler, and there is none: install g++ or clang++, name one in CXX, or leave it out")
         folder = resolve_model(config.model)
         model = load_model(folder, DTYPES.get(config.dtype), device)
         if config.quantization is not None: logger.info("%d linear layers quantized to %s", quantize_linears(model, config.quantization), config.quantization)
         packed = pack_decoder(model)  # what is left; nobody else holds these weights
         if packed: logger.info("%d products packed in the processor's order", packed)
+        if config.compile: compile_decoder(model)
         self._setup(config, model, AutoTokenizer.from_pretrained(folder))
 
     @classmethod
@@ -202,6 +209,7 @@ class LLMEngine:
         "An engine over a model that is there already: a test's tiny one, or one that a notebook shares with Hugging Face's."
         self, config = cls.__new__(cls), EngineConfig.from_kwargs(**config)
         if config.quantization is not None: raise ValueError(f"quantization={config.quantization!r} changes the model: call quantize_linears(model, {config.quantization!r}) yourself and leave it out here")
+        if config.compile: raise ValueError("compile=True changes the model: call pack_decoder(model) and compile_decoder(model) yourself and leave it out here")
         self._setup(config, model, tokenizer)
         return self
 

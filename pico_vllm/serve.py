@@ -124,7 +124,7 @@ def setup_server_logging(level: str) -> None:
     if level not in LEVELS: raise ValueError(f"--log-level {level!r} is not one of {', '.join(LEVELS)}")
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("pico_vllm").setLevel(level.upper())
-    for name in ("pico_vllm.serve", "pico_vllm.checkpoints"): logging.getLogger(name).setLevel(min(logging.INFO, logging.getLogger("pico_vllm").level))
+    for name in ("pico_vllm.serve", "pico_vllm.checkpoints", "pico_vllm.compiled"): logging.getLogger(name).setLevel(min(logging.INFO, logging.getLogger("pico_vllm").level))
     logging.getLogger("uvicorn.access").setLevel(level.upper())
     logging.getLogger("uvicorn.error").setLevel("DEBUG" if level == "debug" else "WARNING")
 
@@ -153,6 +153,7 @@ def serve(
     max_body_mb: Annotated[float, typer.Option(help="Largest request body, in MiB.")] = 4,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     quantization: Annotated[Optional[str], typer.Option(help="int8 or int4: weights in fewer bits, faster and a little less exact. Default: as they are.")] = None,
+    compile_: Annotated[bool, typer.Option("--compile", help="CPU, bfloat16: compile the small operators; faster, once a minute at the first start, needs a C++ compiler.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
     num_blocks: Annotated[Optional[int], typer.Option(help="Blocks in the pool; default: from memory.")] = None,
@@ -180,7 +181,7 @@ def serve(
         from pico_vllm.checkpoints import describe_model, find_model  # torch and transformers load only now: --help stays quick
         from pico_vllm.engine import EngineConfig
         from pico_vllm.service import SchedulerService
-        engine = load_engine(EngineConfig(model=model, dtype=dtype, quantization=quantization, device=device, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        engine = load_engine(EngineConfig(model=model, dtype=dtype, quantization=quantization, compile=compile_, device=device, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
                                           max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization, kv_cache_memory=kv_cache_memory, seed=seed))
         names = names or [describe_model(find_model(model)).name]
         service = SchedulerService(engine, max_queue)

@@ -1,0 +1,157 @@
+"""Compiled operators give the eager ones' numbers, for families, windows and any number of rows; what cannot be compiled is refused, and a broken file heals."""
+import threading
+
+import pytest
+import torch
+from test_packed import FAMILIES, logits
+
+import pico_vllm.compiled as compiled
+from pico_vllm.blocks import KVCache
+from pico_vllm.compiled import CompiledOperators, Norm, compile_ahead, compile_decoder, find_compiler
+from pico_vllm.engine import EngineConfig, LLMEngine
+from pico_vllm.packed import can_pack, pack_decoder
+from pico_vllm.testing import byte_tokenizer, hard_tiny_model, ours_from_hf
+
+works = pytest.mark.skipif(find_compiler() is None or not can_pack(torch.zeros(2, 2, dtype=torch.bfloat16)), reason="no C++ compiler, or no packed weights here")
+ANY_ROWS = ({0: torch.export.Dim("rows", min=2)}, None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory): return tmp_path_factory.mktemp("compiled")
+
+
+def errors(architecture, folder, lengths, break_it=lambda model: None):
+    "How far eager and compiled packed layers are from float32, root mean square in units of the spread."
+    hf = hard_tiny_model(architecture, **FAMILIES[architecture])
+    exact = logits(ours_from_hf(hf), lengths)
+    model = ours_from_hf(hf.to(torch.bfloat16))
+    pack_decoder(model)
+    def off(): return ((logits(model, lengths) - exact).pow(2).mean().sqrt() / exact.std()).item()
+    eager = off()
+    compile_decoder(model, folder)
+    break_it(model)
+    return eager, off()
+
+
+@works
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"])  # bias, head norms, window; Llama has none of them
+@pytest.mark.parametrize("lengths", [(9, 3, 14), (6,), (2, 8, 8, 1, 5)])
+def test_compiled_operators_are_as_exact_as_eager_ones(architecture, lengths, folder):
+    eager, fast = errors(architecture, folder, lengths)
+    assert fast < 1.3 * eager, (eager, fast)
+
+
+def other_eps(model): model.layers[0].operators._norm = lambda args: [args[0] * args[1]]
+def cosine_twice(model):
+    rotate = model.layers[0].operators._rotate
+    model.layers[0].operators._rotate = lambda args: rotate([args[0], args[1], args[1], *args[3:]])
+def one_token_short(model):
+    attention = model.layers[0].operators._attention
+    attention.update({w: (lambda args, f=f: f([args[0], args[1], args[2] - 1, *args[3:]])) for w, f in attention.items()})
+
+
+@works
+@pytest.mark.parametrize("bug", [other_eps, cosine_twice, one_token_short])
+def test_the_check_sees_a_planted_bug(bug, folder):
+    eager, broken = errors("Qwen2ForCausalLM", folder, (9, 3, 14), bug)
+    assert broken > 2 * eager, (eager, broken)
+
+
+@works
+def test_a_sick_neighbour_harms_nobody(folder):
+    model = ours_from_hf(hard_tiny_model("Qwen2ForCausalLM").to(torch.bfloat16))
+    pack_decoder(model)
+    compile_decoder(model, folder)
+    assert torch.equal(logits(model), logits(model, poison=True))  # every slot that is not ours holds NaN
+
+
+@works
+def test_a_long_group_goes_to_the_kernel(folder, monkeypatch):
+    model = ours_from_hf(hard_tiny_model("Qwen2ForCausalLM").to(torch.bfloat16))
+    pack_decoder(model)
+    compile_decoder(model, folder)
+    calls, original = [], compiled.decode_attention
+    monkeypatch.setattr(compiled, "decode_attention", lambda *args: calls.append(args[3].slots.shape[1]) or original(*args))
+    logits(model)
+    assert not calls
+    monkeypatch.setattr(compiled, "MAX_KV_LEN", 4)
+    logits(model)
+    assert calls and min(calls) > 4
+
+
+@works
+def test_wrong_shapes_are_told_and_nothing_is_read(folder):
+    model = ours_from_hf(hard_tiny_model("Qwen2ForCausalLM").to(torch.bfloat16))
+    pack_decoder(model)
+    compile_decoder(model, folder)
+    c, attn, operators = model.config, model.layers[0].attn[0], model.layers[0].operators
+    qkv, angle = torch.zeros(3, attn.q_size + 2 * attn.kv_size, dtype=torch.bfloat16), torch.zeros(3, 1, c.head_dim, dtype=torch.bfloat16)
+    good = KVCache(c.num_hidden_layers, 4, 4, c.num_key_value_heads, c.head_dim, torch.bfloat16)
+    with pytest.raises(ValueError, match="compiled for"):
+        operators.rotate_and_write(attn, qkv, angle, angle, KVCache(c.num_hidden_layers, 4, 4, c.num_key_value_heads, c.head_dim, torch.float32), torch.arange(3))
+    with pytest.raises(ValueError, match="3 rows, 3 positions, 2 slots"): operators.rotate_and_write(attn, qkv, angle, angle, good, torch.arange(2))
+    operators.rotate_and_write(attn, qkv, angle, angle, good, torch.arange(3))
+
+
+@works
+def test_a_file_is_made_once_and_made_again_when_damaged(tmp_path, caplog, monkeypatch):
+    args, x = ("norm", Norm(1e-6), (torch.zeros(3, 8), torch.zeros(8)), ANY_ROWS, tmp_path), torch.randn(7, 8)
+    expected = torch.nn.functional.rms_norm(x, (8,), eps=1e-6)
+    def check(): assert torch.allclose(compile_ahead(*args)([x, torch.ones(8)])[0], expected, atol=1e-6)
+    check()
+    [path] = tmp_path.iterdir()  # no scratch folder is left
+    monkeypatch.setattr(compiled, "find_compiler", lambda: None)  # found on disk, it needs no compiler
+    check()
+    monkeypatch.undo()
+    for damage in (b"", path.read_bytes()[: len(path.read_bytes()) // 2], b"not a library"):
+        path.write_bytes(damage)
+        check()
+        assert "damaged" in caplog.text
+        caplog.clear()
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@works
+def test_two_at_a_time(tmp_path):
+    results = []
+    def work(): results.append(compile_ahead("norm", Norm(1e-5), (torch.zeros(3, 8), torch.zeros(8)), ANY_ROWS, tmp_path))
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert len(results) == 2 and len(list(tmp_path.iterdir())) == 1
+    assert all(run([torch.ones(5, 8), torch.ones(8)])[0].shape == (5, 8) for run in results)
+
+
+def test_another_constant_dtype_or_thread_count_is_another_file(monkeypatch):
+    example = (torch.zeros(3, 8), torch.zeros(8))
+    keys = [compiled._key("norm", Norm(1e-6), example), compiled._key("norm", Norm(1e-5), example), compiled._key("norm", Norm(1e-6), tuple(x.bfloat16() for x in example)),
+            compiled._key("norm", Norm(1e-6), (torch.zeros(3, 9), torch.zeros(9)))]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    keys.append(compiled._key("norm", Norm(1e-6), example))
+    monkeypatch.undo()
+    assert len(set(keys)) == len(keys) and compiled._key("norm", Norm(1e-6), (torch.zeros(30, 8), torch.zeros(8))) == keys[0]
+
+
+def test_the_same_tensor_twice_in_an_example_is_refused(tmp_path):
+    x = torch.zeros(8)
+    with pytest.raises(ValueError, match="twice"): compile_ahead("norm", Norm(1e-6), (x, x), (None, None), tmp_path)
+
+
+def test_without_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
+    with pytest.raises(RuntimeError, match="install g"): compile_ahead("norm", Norm(1e-6), (torch.zeros(3, 8), torch.zeros(8)), ANY_ROWS, tmp_path)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("pico_vllm.engine.find_compiler", lambda: None)
+    with pytest.raises(ValueError, match="C\\+\\+ compiler"): LLMEngine(EngineConfig(compile=True, device="cpu"))
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_compile_is_true_or_false(value):
+    with pytest.raises(ValueError, match="True or False"): EngineConfig(compile=value)
+
+
+def test_what_cannot_be_compiled_is_refused():
+    with pytest.raises(ValueError, match="quantization='int8'"): EngineConfig(compile=True, quantization="int8")
+    model = ours_from_hf(hard_tiny_model("Qwen2ForCausalLM"))
+    with pytest.raises(ValueError, match="float32 on cpu"): compile_decoder(model)
+    with pytest.raises(ValueError, match="compile_decoder"): LLMEngine.from_parts(model, byte_tokenizer(), compile=True, num_blocks=8)
