@@ -134,7 +134,7 @@ class DecodeAttention(nn.Module):
         return out.to(q.dtype).flatten(1, 2)
 
 # %% ../nbs/04g_compiled.ipynb #862efc28
-MAX_KV_LEN = 512  # tokens; a longer group of decodes goes to PyTorch's kernel, which is faster there (see below)
+MAX_KV_LEN = 1024  # tokens; a longer group of decodes goes to PyTorch's kernel, which is faster there (see below)
 
 class CompiledOperators:
     "What a layer does between its products, compiled ahead of time for the shapes of one model; all layers share it. Stands in for `packed.Operators`."

@@ -8,9 +8,10 @@ from test_packed import FAMILIES, logits
 import pico_vllm.compiled as compiled
 from pico_vllm.blocks import KVCache
 from pico_vllm.compiled import CompiledOperators, Norm, compile_ahead, compile_decoder, find_compiler
-from pico_vllm.engine import EngineConfig, LLMEngine
+from pico_vllm.engine import LLM, EngineConfig, LLMEngine
 from pico_vllm.packed import can_pack, pack_decoder
-from pico_vllm.testing import byte_tokenizer, hard_tiny_model, ours_from_hf
+from pico_vllm.sampling import SamplingParams
+from pico_vllm.testing import byte_tokenizer, hard_tiny_model, ours_from_hf, save_tiny_checkpoint
 
 works = pytest.mark.skipif(find_compiler() is None or not can_pack(torch.zeros(2, 2, dtype=torch.bfloat16)), reason="no C++ compiler, or no packed weights here")
 ANY_ROWS = ({0: torch.export.Dim("rows", min=2)}, None)
@@ -155,3 +156,15 @@ def test_what_cannot_be_compiled_is_refused():
     model = ours_from_hf(hard_tiny_model("Qwen2ForCausalLM"))
     with pytest.raises(ValueError, match="float32 on cpu"): compile_decoder(model)
     with pytest.raises(ValueError, match="compile_decoder"): LLMEngine.from_parts(model, byte_tokenizer(), compile=True, num_blocks=8)
+
+
+@works
+def test_llm_compiles_and_answers(tmp_path, monkeypatch, folder):
+    save_tiny_checkpoint(tmp_path / "model")
+    monkeypatch.setenv("PICO_VLLM_CACHE", str(tmp_path / "cache"))
+    llm = LLM(tmp_path / "model", dtype="bfloat16", compile=True, device="cpu", num_blocks=32, block_size=4, max_model_len=64)
+    assert len(list((tmp_path / "cache" / "compiled").iterdir())) == 3
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    assert [len(o.outputs[0].token_ids) for o in llm.generate(["abc", "some longer text", "x"], params, use_tqdm=False)] == [6, 6, 6]
+    llm.engine.check()
+    with pytest.raises(ValueError, match="float32 on cpu"): LLM(tmp_path / "model", dtype="float32", compile=True, device="cpu")
