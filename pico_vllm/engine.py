@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from .blocks import BlockManager, KVCache, cdiv
 from .chat import encode, render_chat
 from .checkpoints import resolve_model
-from .compiled import compile_decoder, find_compiler
+from .compiled import compile_decoder, require_compiler
 from .detokenizer import Detokenizer
 from .model import Decoder, load_model
 from .packed import pack_decoder
@@ -191,7 +191,7 @@ class LLMEngine:
     def __init__(self, config: EngineConfig):
         device = pick_device(config.device)  # cheap mistakes are told before the weights are touched
         if config.compile and device.type != "cpu": raise ValueError(f"compile=True is for the CPU, the device is {device}: leave it out, or ask for device='cpu'")
-        if config.compile and find_compiler() is None: raise ValueError("compile=True needs a C++ compiler, and there is none: install g++ or clang++, name one in CXX, or leave it out")
+        if config.compile: require_compiler()
         folder = resolve_model(config.model)
         model = load_model(folder, DTYPES.get(config.dtype), device)
         if config.quantization is not None: logger.info("%d linear layers quantized to %s", quantize_linears(model, config.quantization), config.quantization)

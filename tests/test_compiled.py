@@ -1,4 +1,7 @@
 """Compiled operators give the eager ones' numbers, for families, windows and any number of rows; what cannot be compiled is refused, and a broken file heals."""
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -7,7 +10,7 @@ from test_packed import FAMILIES, logits
 
 import pico_vllm.compiled as compiled
 from pico_vllm.blocks import KVCache
-from pico_vllm.compiled import CompiledOperators, Norm, compile_ahead, compile_decoder, find_compiler
+from pico_vllm.compiled import Norm, RotateAndWrite, compile_ahead, compile_decoder, find_compiler
 from pico_vllm.engine import LLM, EngineConfig, LLMEngine
 from pico_vllm.packed import can_pack, pack_decoder
 from pico_vllm.sampling import SamplingParams
@@ -36,7 +39,7 @@ def errors(architecture, folder, lengths, break_it=lambda model: None):
 
 @works
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"])  # bias, head norms, window; Llama has none of them
-@pytest.mark.parametrize("lengths", [(9, 3, 14), (6,), (2, 8, 8, 1, 5)])
+@pytest.mark.parametrize("lengths", [(9, 3, 14), (6,), (2, 8, 8, 1, 5), (1, 1, 1)])
 def test_compiled_operators_are_as_exact_as_eager_ones(architecture, lengths, folder):
     eager, fast = errors(architecture, folder, lengths)
     assert fast < 1.3 * eager, (eager, fast)
@@ -123,14 +126,35 @@ def test_two_at_a_time(tmp_path):
     assert all(run([torch.ones(5, 8), torch.ones(8)])[0].shape == (5, 8) for run in results)
 
 
-def test_another_constant_dtype_or_thread_count_is_another_file(monkeypatch):
-    example = (torch.zeros(3, 8), torch.zeros(8))
-    keys = [compiled._key("norm", Norm(1e-6), example), compiled._key("norm", Norm(1e-5), example), compiled._key("norm", Norm(1e-6), tuple(x.bfloat16() for x in example)),
-            compiled._key("norm", Norm(1e-6), (torch.zeros(3, 9), torch.zeros(9)))]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    keys.append(compiled._key("norm", Norm(1e-6), example))
-    monkeypatch.undo()
-    assert len(set(keys)) == len(keys) and compiled._key("norm", Norm(1e-6), (torch.zeros(30, 8), torch.zeros(8))) == keys[0]
+def key(function=None, args=(torch.zeros(3, 8), torch.zeros(8)), dynamic_shapes=ANY_ROWS):
+    return compiled._key("norm", torch.export.export(function or Norm(1e-6), args, dynamic_shapes=dynamic_shapes))
+
+
+def test_whatever_the_code_depends_on_is_in_the_name(monkeypatch):
+    rotate_args = tuple(torch.zeros(s) for s in ((3, 32), (3, 1, 8), (3, 1, 8))) + (torch.zeros(3, dtype=torch.int64), torch.zeros(5, 1, 8), torch.zeros(5, 1, 8), torch.zeros(8), torch.zeros(8))
+    def rotate(): return key(RotateAndWrite(2, 1, 1e-6), rotate_args, None)
+    keys = [key(), key(Norm(1e-5)), key(args=(torch.zeros(3, 8).bfloat16(), torch.zeros(8).bfloat16())), key(args=(torch.zeros(3, 9), torch.zeros(9))), key(dynamic_shapes=None), rotate()]
+    assert key(args=(torch.ones(30, 8), torch.ones(8))) == keys[0]  # numbers, and how many rows the example has, do not matter
+    with monkeypatch.context() as m:
+        m.setattr(torch, "get_num_threads", lambda: 77)
+        keys.append(key())
+    with monkeypatch.context() as m:
+        m.setattr(Norm, "forward", lambda self, x, weight: x * weight)  # a helper of rotate's
+        keys.append(rotate())
+    assert len(set(keys)) == len(keys) and rotate() == keys[5]
+
+
+def test_another_process_finds_the_same_name():
+    code = "import torch, pico_vllm.compiled as c; torch.set_num_threads(1); print(c._key('norm', torch.export.export(c.Norm(1e-6), (torch.zeros(3, 8), torch.zeros(8)), dynamic_shapes=({0: torch.export.Dim('rows', min=2)}, None))))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "7"}, check=True)
+    assert torch.get_num_threads() == 1 and done.stdout.strip() == key()
+
+
+@works
+def test_a_static_and_a_dynamic_library_do_not_meet(tmp_path):
+    example, x = (torch.zeros(3, 8), torch.zeros(8)), torch.randn(5, 8)
+    assert len(compile_ahead("norm", Norm(1e-6), example, (None, None), tmp_path)([x, torch.ones(8)])[0]) == 3
+    assert len(compile_ahead("norm", Norm(1e-6), example, ANY_ROWS, tmp_path)([x, torch.ones(8)])[0]) == 5
 
 
 def test_the_same_tensor_twice_in_an_example_is_refused(tmp_path):
@@ -140,10 +164,17 @@ def test_the_same_tensor_twice_in_an_example_is_refused(tmp_path):
 
 def test_without_a_compiler(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "find_compiler", lambda: None)
-    with pytest.raises(RuntimeError, match="install g"): compile_ahead("norm", Norm(1e-6), (torch.zeros(3, 8), torch.zeros(8)), ANY_ROWS, tmp_path)
+    with pytest.raises(ValueError, match="install g"): compile_ahead("norm", Norm(1e-6), (torch.zeros(3, 8), torch.zeros(8)), ANY_ROWS, tmp_path)
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr("pico_vllm.engine.find_compiler", lambda: None)
     with pytest.raises(ValueError, match="C\\+\\+ compiler"): LLMEngine(EngineConfig(compile=True, device="cpu"))
+
+
+def test_a_compiler_that_fails_is_told(tmp_path, monkeypatch):
+    def broken(*args, **kwargs): raise OSError("no space left")
+    monkeypatch.setattr(compiled, "find_compiler", lambda: "g++")
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", broken)
+    with pytest.raises(ValueError, match="norm could not be compiled with g\\+\\+ \\(OSError\\)"): compile_ahead("norm", Norm(1e-6), (torch.zeros(3, 8), torch.zeros(8)), ANY_ROWS, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])
