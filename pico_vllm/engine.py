@@ -26,7 +26,7 @@ from .checkpoints import resolve_model
 from .compiled import compile_decoder, require_compiler
 from .detokenizer import Detokenizer
 from .model import Decoder, load_model
-from .packed import pack_decoder
+from .packed import pack_decoder, settle_memory
 from .quantized import check_scheme, quantize_linears
 from .runner import ModelRunner
 from .sampling import Logprob, NoTokenError, RowState, Sampler, SamplingParams, SeedSource
@@ -199,6 +199,7 @@ class LLMEngine:
         if packed: logger.info("%d products packed in the processor's order", packed)
         if config.compile: compile_decoder(model)
         self._setup(config, model, AutoTokenizer.from_pretrained(folder))
+        if device.type == "cpu": settle_memory()
 
     @classmethod
     def from_parts(cls,

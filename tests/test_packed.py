@@ -1,17 +1,24 @@
 """Packed layers give the plain layers' numbers, for every family, and the padding rows of a small step are nobody's."""
+import ctypes
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 import pico_vllm.packed as packed
 from pico_vllm.blocks import BlockManager, KVCache
-from pico_vllm.packed import PackedDecoderLayer, can_pack, pack_decoder
+from pico_vllm.packed import PackedDecoderLayer, PackedLinear, can_pack, pack_decoder
 from pico_vllm.runner import ModelRunner
 from pico_vllm.sequence import Sequence
 from pico_vllm.testing import hard_tiny_model, ours_from_hf
 
 FAMILIES = {"Qwen2ForCausalLM": {}, "Qwen3ForCausalLM": {}, "LlamaForCausalLM": {}, "MistralForCausalLM": {"sliding_window": 5}}
 needs_packing = pytest.mark.skipif(not can_pack(torch.zeros(2, 2, dtype=torch.bfloat16)), reason="this processor or build has no use for packed weights")
+try: settles = ctypes.CDLL(None).mallopt is not None
+except (AttributeError, OSError, TypeError): settles = False
 
 
 def logits(model, lengths=(9, 3, 14), rounds=3, poison=False):
@@ -87,3 +94,51 @@ def test_float32_is_left_alone():
     model = ours_from_hf(hard_tiny_model())
     assert pack_decoder(model) == 0 and type(model.lm_head) is nn.Linear and not any(isinstance(layer, PackedDecoderLayer) for layer in model.layers)
 
+
+
+def in_new_process(code, **env):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"}
+    return subprocess.run([sys.executable, "-c", code], env={**clean, **env}, capture_output=True, text=True, check=True).stdout.split()
+
+
+FAULTS = """
+import resource, torch
+from pico_vllm.packed import settle_memory
+settled = {settle} and settle_memory()
+def step():
+    kept = [torch.ones(5 * 2**20) for _ in range(3)]  # 20 MiB each, together more than malloc keeps by itself
+    while kept: kept.pop()  # the last first: the heap's end gets free piece by piece
+for _ in range(4): step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4): step()
+print(settled, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not settles, reason="not glibc")
+def test_settled_memory_is_not_mapped_anew():
+    (_, without), (settled, kept) = (in_new_process(FAULTS.format(settle=settle)) for settle in (False, True))
+    assert settled == "True" and int(kept) < int(without) / 10, (kept, without)
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_who_has_set_malloc_is_left_alone(name):
+    assert in_new_process("from pico_vllm.packed import settle_memory; print(settle_memory())", **{name: "glibc.malloc.trim_threshold=131072" if name[0] == "G" else "131072"}) == ["False"]
+
+
+def test_a_c_library_without_mallopt_is_no_error(monkeypatch):
+    for missing in (AttributeError("mallopt"), OSError("no library"), TypeError("Windows")):
+        def cdll(_): raise missing
+        monkeypatch.setattr(packed.ctypes, "CDLL", cdll)
+        for name in list(os.environ):
+            if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES": monkeypatch.delenv(name)
+        assert packed.settle_memory() is False
+
+
+@needs_packing
+def test_the_head_is_packed_before_the_layers(monkeypatch):
+    model, order = ours_from_hf(hard_tiny_model("Qwen2ForCausalLM", tie_word_embeddings=False).to(torch.bfloat16)), []
+    original = PackedLinear.__init__
+    monkeypatch.setattr(PackedLinear, "__init__", lambda self, linear: order.append(linear.out_features) or original(self, linear))
+    pack_decoder(model)
+    assert order[0] == model.config.vocab_size and len(model.layers) == model.config.num_hidden_layers and isinstance(model.lm_head, PackedLinear)
