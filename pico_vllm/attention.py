@@ -102,7 +102,7 @@ class DecodeGroup:
         return cls(rows, slots, position < lens, lens)
 
 GROUP_COST = 2048    # tokens of padding in a group at most; the exact number hardly matters
-GROUP_TOKENS = 16384 # a group reads at most so many tokens, padding included, so that its copy of K and V stays in the processor's cache
+GROUP_TOKENS = 10240 # a group reads at most so many tokens, padding included, so that its copy of K and V stays in the processor's cache
 
 def _group_decodes(q_lens: SequenceOf[int], kv_lens: Tensor, query_start_loc: Tensor, tables: Tensor, block_size: int) -> tuple[tuple[DecodeGroup, ...], tuple[int, ...]]:
     "From the longest decode down, put each into the group of the one before it while that is cheaper than a new group. Also: the indices of all others."
