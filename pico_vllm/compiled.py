@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .attention import AttentionMetadata, DecodeGroup, decode_attention, paged_attention
+from .attention import AttentionMetadata, DecodeGroup, paged_attention
 from .bench import machine_info
 from .blocks import KVCache
 from .fallback import cache_dir
