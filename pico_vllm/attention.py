@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['GROUP_COST', 'GROUP_TOKENS', 'gather_kv', 'repeat_kv', 'causal_mask', 'grouped_attention', 'DecodeGroup',
-           'AttentionMetadata', 'paged_attention_naive', 'decode_attention', 'paged_attention']
+           'AttentionMetadata', 'attend_each', 'paged_attention_naive', 'decode_attention', 'paged_attention']
 
 # %% ../nbs/02_gather_gqa.ipynb #1d319927
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Iterable, Sequence as SequenceOf
 from dataclasses import dataclass
 
 import torch
@@ -101,7 +101,7 @@ class DecodeGroup:
         lens = lens[:, None, None, None]                                                              # (n, 1, 1, 1)
         return cls(rows, slots, position < lens, lens)
 
-GROUP_COST = 2048    # tokens of padding in a group at most; the exact number hardly matters
+GROUP_COST = 512     # tokens of padding in a group at most; the exact number hardly matters
 GROUP_TOKENS = 10240 # a group reads at most so many tokens, padding included, so that its copy of K and V stays in the processor's cache
 
 def _group_decodes(q_lens: SequenceOf[int], kv_lens: Tensor, query_start_loc: Tensor, tables: Tensor, block_size: int) -> tuple[tuple[DecodeGroup, ...], tuple[int, ...]]:
@@ -144,22 +144,28 @@ class AttentionMetadata:
         return cls(query_start_loc, kv_lens, torch.tensor(slots, device=device), tables, groups, singles)
 
 # %% ../nbs/02_gather_gqa.ipynb #c3cc02c4
-def paged_attention_naive(
+def attend_each(
     q: Tensor,        # (num_tokens, num_heads, head_dim), after RoPE, all sequences of the step in one flat batch
     k_cache: Tensor,  # (num_blocks, block_size, num_kv_heads, head_dim), this step's keys already written
     v_cache: Tensor,  # the same shape
     metadata: AttentionMetadata,
-    scale: float,     # 1/sqrt(head_dim) unless the model says otherwise
-    sliding_window: int | None = None,  # a query sees itself and the window-1 tokens before it
-) -> Tensor:  # (num_tokens, num_heads, head_dim)
-    "Each sequence's new tokens attend to all its tokens, read through its block table: one sequence after another."
+    indices: Iterable[int],       # the sequences that are meant
+    scale: float,                 # 1/sqrt(head_dim) unless the model says otherwise
+    sliding_window: int | None,   # a query sees itself and the window-1 tokens before it
+    out: Tensor,                  # as q; their rows are written
+) -> None:
+    "These sequences' new tokens attend to all their tokens, read through the block tables, one sequence after another."
+    if len(metadata.slot_mapping) != len(q): raise ValueError(f"{len(q)} rows of queries, the metadata speaks of {len(metadata.slot_mapping)}: build it for this step")
     starts, kv_lens = metadata.query_start_loc.tolist(), metadata.kv_lens.tolist()
-    if starts[-1] != q.shape[0]: raise ValueError(f"{q.shape[0]} rows of queries, the metadata speaks of {starts[-1]}: build it for this step")
-    out = torch.empty_like(q)
-    for i, kv_len in enumerate(kv_lens):
+    for i in indices:
         rows = slice(starts[i], starts[i + 1])
-        k, v = gather_kv(k_cache, v_cache, metadata.block_tables[i], kv_len)
+        k, v = gather_kv(k_cache, v_cache, metadata.block_tables[i], kv_lens[i])
         out[rows] = grouped_attention(q[rows], k, v, scale, sliding_window)
+
+def paged_attention_naive(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int | None = None) -> Tensor:
+    "All sequences of the step, one after another; shapes as in `attend_each`."
+    out = torch.empty_like(q)
+    attend_each(q, k_cache, v_cache, metadata, range(len(metadata.kv_lens)), scale, sliding_window, out)
     return out
 
 # %% ../nbs/02_gather_gqa.ipynb #67080ef1
@@ -186,17 +192,12 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,     # 1/sqrt(head_dim) unless the model says otherwise
     sliding_window: int | None = None,  # a query sees itself and the window-1 tokens before it
-    decode: Callable = decode_attention,  # what computes a group of decodes (04g_compiled has another one)
 ) -> Tensor:  # (num_tokens, num_heads, head_dim)
     "Each sequence's new tokens attend to all its tokens, read through its block table; decodes of similar length together."
-    starts, kv_lens = metadata.query_start_loc.tolist(), metadata.kv_lens.tolist()
-    if starts[-1] != q.shape[0]: raise ValueError(f"{q.shape[0]} rows of queries, the metadata speaks of {starts[-1]}: build it for this step")
-    if len(metadata.decode_groups) == 1 and not metadata.singles:  # all rows, in order: nothing to pick and to put back
-        return decode(q, k_cache, v_cache, metadata.decode_groups[0], scale, sliding_window)
+    everyone = len(metadata.decode_groups) == 1 and not metadata.singles
+    if everyone and len(metadata.slot_mapping) == len(q):  # all rows, in order: nothing to pick and to put back
+        return decode_attention(q, k_cache, v_cache, metadata.decode_groups[0], scale, sliding_window)
     out = torch.empty_like(q)
-    for group in metadata.decode_groups: out.index_copy_(0, group.rows, decode(q.index_select(0, group.rows), k_cache, v_cache, group, scale, sliding_window))
-    for i in metadata.singles:
-        rows = slice(starts[i], starts[i + 1])
-        k, v = gather_kv(k_cache, v_cache, metadata.block_tables[i], kv_lens[i])
-        out[rows] = grouped_attention(q[rows], k, v, scale, sliding_window)
+    attend_each(q, k_cache, v_cache, metadata, metadata.singles, scale, sliding_window, out)
+    for group in metadata.decode_groups: out.index_copy_(0, group.rows, decode_attention(q.index_select(0, group.rows), k_cache, v_cache, group, scale, sliding_window))
     return out

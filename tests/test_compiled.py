@@ -86,16 +86,26 @@ def test_large_scores_keep_their_differences(folder):
     q[..., 0], k[..., 0] = 30, 40  # the same large number in every score: it must cancel
     q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
     slots, kv_lens = torch.randperm(n * length).view(n, length), torch.tensor([40, 7, 1, 39, 20])
-    function = DecodeAttention(d ** -.5, None)
-    exact = function(q.float(), slots, kv_lens, k.float(), v.float())
-    rows, num_slots, tokens = (torch.export.Dim(name, min=2) for name in ("rows", "num_slots", "tokens"))
-    fast = compile_ahead("attention", function, (q, slots, kv_lens, k, v), ({0: rows}, {0: rows, 1: tokens}, {0: rows}, {0: num_slots}, {0: num_slots}), folder)
+    rows, function = torch.tensor([6, 0, 2, 5, 3]), DecodeAttention(d ** -.5, None)  # of a batch of seven: 1 and 4 are not decodes
+    def attend(work, q, slots, kv_lens, k, v):
+        batch = torch.full((7, heads, d), 9., dtype=q.dtype)
+        batch[rows] = q
+        out = torch.full_like(batch, 7)
+        work([batch, rows, slots, kv_lens, k.unflatten(0, (-1, 8)), v.unflatten(0, (-1, 8)), out])
+        assert (out[[1, 4]] == 7).all()  # rows of others are left alone
+        return out[rows].float()
+    def plain(args): return function(*args)
+    example = [torch.zeros(7, heads, d), rows, slots, kv_lens, torch.zeros(25, 8, kv_heads, d), torch.zeros(25, 8, kv_heads, d), torch.zeros(7, heads, d)]
+    num_tokens, num_rows, num_blocks, tokens, block_size = (torch.export.Dim(name, min=2) for name in ("num_tokens", "num_rows", "num_blocks", "tokens", "block_size"))
+    shapes = ({0: num_tokens}, {0: num_rows}, {0: num_rows, 1: tokens}, {0: num_rows}, {0: num_blocks, 1: block_size}, {0: num_blocks, 1: block_size}, {0: num_tokens})
+    fast = compile_ahead("attention", function, tuple(x.bfloat16() if x.is_floating_point() else x for x in example), shapes, folder)
+    exact = attend(plain, q.float(), slots, kv_lens, k.float(), v.float())
     def off(result): return (result.float() - exact).abs().max().item()
-    assert off(fast([q, slots, kv_lens, k, v])[0]) < .02 < .1 < off(rounded_scores(function, q, slots, kv_lens, k, v))
-    for tokens in (2, 513, 3000):  # one library for any length
-        where, lens = torch.randint(0, n * length, (n, tokens)), torch.randint(1, tokens + 1, (n,))
-        exact = function(q.float(), where, lens, k.float(), v.float())
-        assert off(fast([q, where, lens, k, v])[0]) < .02
+    assert off(attend(fast, q, slots, kv_lens, k, v)) < .02 < .1 < off(rounded_scores(function, q, slots, kv_lens, k, v))
+    for length in (1, 2, 513, 3000):  # one library for any length
+        where, lens = torch.randint(0, len(k), (n, length)), torch.randint(1, length + 1, (n,))
+        exact = attend(plain, q.float(), where, lens, k.float(), v.float())
+        assert off(attend(fast, q, where, lens, k, v)) < .02
 
 
 @works
