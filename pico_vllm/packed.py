@@ -148,9 +148,9 @@ def pack_decoder(
     "Replace the layers, if every product of all of them can be packed (a padded step goes from layer to layer), and single linear layers elsewhere: the head."
     if all(type(m) is nn.Linear and can_pack(m.weight) for layer in model.layers for m in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)):
         layers, model.layers = model.layers, nn.ModuleList()
-        pack_linears(model)  # the head first: its copy is the largest, and there is room for it before the layers' copies leave gaps
+        try: pack_linears(model)  # the head first: its copy is the largest, and there is room for it before the layers' copies leave gaps
+        finally: model.layers = layers
         for i in range(len(layers)): layers[i] = PackedDecoderLayer(layers[i], last=i == len(layers) - 1)
-        model.layers = layers
     else: pack_linears(model)
     return sum(isinstance(module, PackedLinear) for module in model.modules())
 
@@ -158,7 +158,7 @@ def pack_decoder(
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # glibc's malloc.h
 
 def settle_memory() -> bool:  # whether it could
-    "Give back what loading left behind; from now on keep what a step frees, up to 1 GiB, for the next one. For this process; glibc only, elsewhere nothing is done."
+    "Give back what loading left behind; from now on keep what a step frees for the next one (pieces of up to 32 MiB; of the main thread's up to 1 GiB). For the whole process; glibc only, elsewhere nothing is done."
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ): return False  # somebody has decided
     try: libc = ctypes.CDLL(None); libc.malloc_trim, libc.mallopt
     except (AttributeError, OSError, TypeError): return False
