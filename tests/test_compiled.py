@@ -152,13 +152,13 @@ def test_two_at_a_time(tmp_path):
 
 
 def key(function=None, args=(torch.zeros(3, 8), torch.zeros(8)), dynamic_shapes=ANY_ROWS):
-    return compiled._key("norm", torch.export.export(function or Norm(1e-6), args, dynamic_shapes=dynamic_shapes))
+    return compiled._key("norm", torch.export.export(function or Norm(1e-6), args, dynamic_shapes=dynamic_shapes), args)
 
 
 def test_whatever_the_code_depends_on_is_in_the_name(monkeypatch):
     rotate_args = tuple(torch.zeros(s) for s in ((3, 32), (3, 1, 8), (3, 1, 8))) + (torch.zeros(3, dtype=torch.int64), torch.zeros(5, 1, 8), torch.zeros(5, 1, 8), torch.zeros(8), torch.zeros(8))
     def rotate(): return key(RotateAndWrite(2, 1, 1e-6), rotate_args, None)
-    keys = [key(), key(Norm(1e-5)), key(args=(torch.zeros(3, 8).bfloat16(), torch.zeros(8).bfloat16())), key(args=(torch.zeros(3, 9), torch.zeros(9))), key(dynamic_shapes=None), rotate()]
+    keys = [key(), key(args=(torch.zeros(64, 8), torch.zeros(8))), key(Norm(1e-5)), key(args=(torch.zeros(3, 8).bfloat16(), torch.zeros(8).bfloat16())), key(args=(torch.zeros(3, 9), torch.zeros(9))), key(dynamic_shapes=None), rotate()]
     assert key(args=(torch.ones(30, 8), torch.ones(8))) == keys[0]  # numbers, and how many rows the example has, do not matter
     with monkeypatch.context() as m:
         m.setattr(torch, "get_num_threads", lambda: 77)
@@ -166,11 +166,11 @@ def test_whatever_the_code_depends_on_is_in_the_name(monkeypatch):
     with monkeypatch.context() as m:
         m.setattr(Norm, "forward", lambda self, x, weight: x * weight)  # a helper of rotate's
         keys.append(rotate())
-    assert len(set(keys)) == len(keys) and rotate() == keys[5]
+    assert len(set(keys)) == len(keys) and rotate() == keys[6]
 
 
 def test_another_process_finds_the_same_name():
-    code = "import torch, pico_vllm.compiled as c; torch.set_num_threads(1); print(c._key('norm', torch.export.export(c.Norm(1e-6), (torch.zeros(3, 8), torch.zeros(8)), dynamic_shapes=({0: torch.export.Dim('rows', min=2)}, None))))"
+    code = "import torch, pico_vllm.compiled as c; torch.set_num_threads(1); args = (torch.zeros(3, 8), torch.zeros(8)); print(c._key('norm', torch.export.export(c.Norm(1e-6), args, dynamic_shapes=({0: torch.export.Dim('rows', min=2)}, None)), args))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "7"}, check=True)
     assert torch.get_num_threads() == 1 and done.stdout.strip() == key()
 
