@@ -89,7 +89,7 @@ def compile_ahead(
         logger.info("compiling %s for this machine, once", name)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            try: made = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(scratch) / path.name), inductor_configs=INDUCTOR)
+            try: made = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(scratch) / path.name), inductor_configs=dict(INDUCTOR))
             except Exception as error: raise ValueError(f"{name} could not be compiled with {find_compiler()} ({type(error).__name__}): mend or replace the compiler, or leave compile out") from error
             os.replace(made, path)
         return torch._inductor.aoti_load_package(str(path)).loader.run
