@@ -194,10 +194,9 @@ def paged_attention(
     sliding_window: int | None = None,  # a query sees itself and the window-1 tokens before it
 ) -> Tensor:  # (num_tokens, num_heads, head_dim)
     "Each sequence's new tokens attend to all its tokens, read through its block table; decodes of similar length together."
-    everyone = len(metadata.decode_groups) == 1 and not metadata.singles
-    if everyone and len(metadata.slot_mapping) == len(q):  # all rows, in order: nothing to pick and to put back
-        return decode_attention(q, k_cache, v_cache, metadata.decode_groups[0], scale, sliding_window)
     out = torch.empty_like(q)
     attend_each(q, k_cache, v_cache, metadata, metadata.singles, scale, sliding_window, out)
+    if len(metadata.decode_groups) == 1 and not metadata.singles:  # all rows, in order: nothing to pick and to put back
+        return decode_attention(q, k_cache, v_cache, metadata.decode_groups[0], scale, sliding_window)
     for group in metadata.decode_groups: out.index_copy_(0, group.rows, decode_attention(q.index_select(0, group.rows), k_cache, v_cache, group, scale, sliding_window))
     return out

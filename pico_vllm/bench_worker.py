@@ -7,7 +7,7 @@ __all__ = ['ENGINES', 'open_channel', 'versions', 'num_threads', 'Fake', 'Pico',
            'Roofs', 'worker_main']
 
 # %% ../nbs/20a_bench_worker.ipynb #948ecb0f
-import json, os, subprocess, sys, time, traceback
+import json, os, sys, time, traceback
 from importlib.metadata import PackageNotFoundError, version
 
 # %% ../nbs/20a_bench_worker.ipynb #db63dba6

@@ -56,6 +56,8 @@ def require_compiler() -> None:
     if find_compiler() is None: raise ValueError("compile=True needs a C++ compiler, and there is none: install g++ or clang++, name one in CXX, or leave it out")
 
 # %% ../nbs/04g_compiled.ipynb #ff5137d4
+INDUCTOR = {"cpp.enable_floating_point_contract_flag": "fast"}  # a product and a sum in one instruction
+
 def _key(name: str, program: torch.export.ExportedProgram, args: tuple[Tensor, ...]) -> str:
     "A file name that changes with whatever the compiled code depends on."
     def value(node): return [str(getattr(node.meta.get("val"), what, "")) for what in ("dtype", "shape")]
@@ -65,7 +67,6 @@ def _key(name: str, program: torch.export.ExportedProgram, args: tuple[Tensor, .
     where = [torch.__version__, INDUCTOR, machine_info()["cpu"], flags, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
     return f"{name}-{hashlib.sha256(json.dumps([graph, [list(x.shape) for x in args], where]).encode()).hexdigest()[:16]}.pt2"
 
-INDUCTOR = {"cpp.enable_floating_point_contract_flag": "fast"}  # a product and a sum in one instruction
 _lock = threading.Lock()  # PyTorch exports one function at a time
 
 def compile_ahead(
@@ -89,7 +90,7 @@ def compile_ahead(
         logger.info("compiling %s for this machine, once", name)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            try: made = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(scratch) / path.name), inductor_configs=dict(INDUCTOR))
+            try: made = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(scratch) / path.name), inductor_configs=dict(INDUCTOR))  # a copy: it writes into it
             except Exception as error: raise ValueError(f"{name} could not be compiled with {find_compiler()} ({type(error).__name__}): mend or replace the compiler, or leave compile out") from error
             os.replace(made, path)
         return torch._inductor.aoti_load_package(str(path)).loader.run

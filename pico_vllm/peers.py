@@ -6,7 +6,7 @@
 __all__ = ['KINDS', 'COMMON', 'START', 'ROOFS', 'COLUMNS', 'ENGINE_COLUMNS', 'EngineError', 'check_counts', 'take_turns',
            'Workload', 'shortened', 'run_workload', 'whole_numbers', 'read_workload', 'plan_workloads', 'EngineSpec',
            'parse_engine', 'parse_engines', 'process_tree', 'peak_memory', 'cpu_seconds', 'Worker', 'Work', 'work_of',
-           'achieved', 'agreement', 'summary_of', 'measure_workload', 'bench_engines', 'show', 'rate_rows',
+           'achieved', 'agreement', 'summary_of', 'measure_workload', 'bench_engines', 'show', 'roofs_of', 'rate_rows',
            'engine_rows', 'markdown_table', 'show_table', 'plot_roofline', 'without_paths', 'shown_command',
            'model_limits', 'bench']
 
@@ -33,7 +33,7 @@ def check_counts(
     jobs: SequenceOf[Mapping],  # {"prompt": ids, "max_tokens": n}
     answer: Mapping,            # the worker's: counts, one a job
 ) -> None:
-    "Raise `EngineError` unless every job got exactly the tokens that it asked for."
+    "Raise `EngineError` unless every job got exactly the tokens that it asked for, and as many ids as were counted."
     counts = answer["counts"]
     if len(counts) != len(jobs): raise EngineError(f"{len(jobs)} requests were sent and {len(counts)} answered")
     wrong = [(i, j["max_tokens"], n) for i, (j, n) in enumerate(zip(jobs, counts)) if j["max_tokens"] != n]
@@ -164,7 +164,7 @@ def parse_engines(texts: SequenceOf[str]) -> list[EngineSpec]:
     return specs
 
 # %% ../nbs/20b_peers.ipynb #0dfa0a78
-START = "import runpy, sys; sys.path.remove(''); runpy.run_path(sys.argv[1])['worker_main']()"
+START = "import runpy, sys; sys.path[:] = filter(None, sys.path); runpy.run_path(sys.argv[1])['worker_main']()"
 
 def process_tree(pid: int) -> list:
     "The process and its descendants, as psutil sees them."
@@ -354,7 +354,7 @@ def bench_engines(
             if w.spec.kind != "server": w.about["peak_gib"] = peak_memory(w.process.pid) / 2**30 or None
     finally:
         for worker in workers.values(): worker.close()
-    roof = {key: {"most": max(r[key] for r in roofs), "each": [round(r[key], 2) for r in roofs]} for key in ("memory_gb_s", "product_gflops")}
+    roof = {key: {"each": [round(r[key], 2) for r in roofs]} for key in ("memory_gb_s", "product_gflops")}
     return {"model": _model_name(folder), "dtype": dtype, "baseline": baseline, "repeats": repeats, "step_bytes": work.step_bytes, "token_flop": work.token_flop, "roofs": roof,
             "engines": {s.name: workers[s.name].about for s in specs}, "workloads": reported, "failures": failures}
 
@@ -370,11 +370,15 @@ def show(value: float | None, form: str = ".3g") -> str:
     "A number in a cell; three digits where nothing is said."
     return "–" if value is None else format(value, ".0f" if form == ".3g" and value >= 100 else form)
 
+def roofs_of(results: Mapping) -> tuple[float, float]:  # GB/s, GFLOP/s
+    "The most that the machine has shown during the run."
+    return tuple(max(results["roofs"][key]["each"]) for key in ("memory_gb_s", "product_gflops"))
+
 def rate_rows(results: Mapping) -> list[tuple[str, ...]]:
     "Under `COLUMNS`; the roofs come last."
     rows = [(w["name"], name, show(e["tokens_per_s"], ".1f"), show(e["min"], ".1f"), show(e["max"], ".1f"), show(e["ratio"], ".2f"), show(e["gb_s"]), show(e["gflops"]),
              "–" if e["same_ids"] is None else f"{e['same_ids']}/{w['requests']}") for w in results["workloads"] for name, e in w["engines"].items()]
-    return [*rows, ("the machine's roofs", "–", "–", "–", "–", "–", *(show(max(results["roofs"][key]["each"])) for key in ("memory_gb_s", "product_gflops")), "–")]
+    return [*rows, ("the machine's roofs", "–", "–", "–", "–", "–", *map(show, roofs_of(results)), "–")]
 
 def engine_rows(results: Mapping) -> list[tuple[str, ...]]:
     "Under `ENGINE_COLUMNS`."
@@ -405,7 +409,7 @@ def plot_roofline(results: Mapping):
     decode = [w for w in results["workloads"] if w["rows"] and "after" not in w["name"]]
     fig, ax = plt.subplots(figsize=(7.5, 3.6))
     rows = sorted({w["rows"] for w in decode} | {1})
-    memory, products = (max(results["roofs"][key]["each"]) for key in ("memory_gb_s", "product_gflops"))
+    memory, products = roofs_of(results)
     ax.plot(rows, [n * memory * 1e9 / results["step_bytes"] for n in rows], color=INK, lw=1, ls="--", label=f"memory, {memory:.0f} GB/s")
     ax.plot(rows, [products * 1e9 / results["token_flop"]] * len(rows), color=INK, lw=1, ls=":", label=f"products, {products:.0f} GFLOP/s")
     for k, name in enumerate(results["engines"]):

@@ -176,6 +176,14 @@ def test_another_process_finds_the_same_name():
 
 
 @works
+def test_compiling_changes_no_later_name(tmp_path):
+    "Inductor writes into the options that it is given, and they are part of a library's name."
+    before = key()
+    compile_ahead("norm", Norm(1e-6), (torch.zeros(3, 8), torch.zeros(8)), ANY_ROWS, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [before] == [key()]
+
+
+@works
 def test_a_static_and_a_dynamic_library_do_not_meet(tmp_path):
     example, x = (torch.zeros(3, 8), torch.zeros(8)), torch.randn(5, 8)
     assert len(compile_ahead("norm", Norm(1e-6), example, (None, None), tmp_path)([x, torch.ones(8)])[0]) == 3
